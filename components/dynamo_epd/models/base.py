@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model family must say: how its media becomes embeddings, and how its prompt grows around them.
+
+A family is one class in one file of this folder; ``models.load`` finds it by ``model_type``. The classes here hold
+no Dynamo, NIXL or engine type.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..contract.handoff import Group, ItemHandoff, Modality, Replacement
+from ..contract.layout import PromptLayout
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Media:
+    """One decoded media item.
+
+    Attributes:
+        modality: ``image``, ``video`` or ``audio``.
+        data: a PIL image; or frames, uint8 ``[frames, height, width, 3]``; or a waveform, float32 ``[samples]``.
+        meta: what the decoder knows of it: ``fps``, ``timestamps`` (seconds), ``frame_indices``, ``sampling_rate``.
+    """
+
+    modality: Modality
+    data: Any
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What replaces one placeholder: the item's tokens, with ``Segment.item == 0`` for the item's own.
+
+    Families whose one placeholder stands for two items (a video and its own sound) use 0 and 1.
+    """
+
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One item after the processor: everything known before the encoder runs.
+
+    Attributes:
+        modality: as in ``Media``.
+        features: the encoder's inputs, by name.
+        expansion: the tokens that stand for the item in the prompt.
+        rows: embedding rows that the encoder will give.
+        positions: what ``Family.positions`` needs of the item; plain numbers, JSON-safe.
+    """
+
+    modality: Modality
+    features: Mapping[str, torch.Tensor]
+    expansion: Expansion
+    rows: int
+    positions: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Family(ABC):
+    """A model family, made from a model directory by ``models.load``.
+
+    ``tower=False`` (prefill, decode) loads config and tokenizer only; ``encode`` then raises ``ConfigError``.
+    """
+
+    model_types: tuple[str, ...]
+    """The values of ``config.model_type`` that the class serves."""
+
+    identity: str
+    """Digest (hex) of the configuration and encoder weights; part of every content digest and of the handoff."""
+
+    hidden_size: int
+    """Width of the language model's token embeddings."""
+
+    embedding_width: int
+    """Columns of an embedding as it travels: ``hidden_size`` x (1 + deepstack layers)."""
+
+    vocab_size: int
+    """The vocabulary size that the engine offsets item-local ids by (``text_config.vocab_size``)."""
+
+    @abstractmethod
+    def placeholders(self, token_ids: Sequence[int], counts: Mapping[Modality, int]) -> list[tuple[int, int, Modality]]:
+        """Where the media items stand in the unexpanded prompt: ``(start, length, modality)`` in prompt order.
+
+        Args:
+            counts: media items of each modality in the request.
+
+        Raises:
+            InvalidRequest: more or fewer placeholders than items, with both numbers in the message.
+        """
+
+    @abstractmethod
+    def resolved_options(self, modality: Modality, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All processor options that reach an item of ``modality``: the defaults, overridden by the request's kwargs.
+
+        The result goes into the digest: an option that does not touch the modality is not in it, and a default that
+        is given explicitly makes no difference.
+
+        Raises:
+            InvalidRequest: an option that the processor does not know.
+        """
+
+    @abstractmethod
+    def prepare(self, media: Media, kwargs: Mapping[str, Any]) -> Prepared:
+        """Run the processor on one item. CPU only, thread-safe.
+
+        Raises:
+            InvalidRequest: the processor refuses the item (too small, wrong number of channels, ...).
+        """
+
+    @abstractmethod
+    def encode(self, items: Sequence[Prepared]) -> list[torch.Tensor]:
+        """Embeddings per item, ``[rows, embedding_width]`` in the tower's dtype and on its device.
+
+        Encoding several items together equals encoding each alone. Called from one thread at a time.
+        """
+
+    @abstractmethod
+    def replacements(
+        self, token_ids: Sequence[int], places: Sequence[tuple[int, int, Modality]], expansions: Sequence[Expansion]
+    ) -> tuple[Replacement, ...]:
+        """The edits that turn the unexpanded prompt into what the family's processor would have made of it.
+
+        Spliced in token space where that is safe, else re-tokenised around the placeholder. Item numbers in the
+        result index the request's items in prompt order.
+        """
+
+    @abstractmethod
+    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, int]:
+        """M-RoPE position ids (int64 ``[3, n]``) and the delta for generated tokens; ``(None, 0)`` for plain RoPE."""
