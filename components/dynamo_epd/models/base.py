@@ -19,6 +19,7 @@ from ..contract.layout import PromptLayout
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ class Family(ABC):
 
     embedding_width: int
     """Columns of an embedding as it travels: ``hidden_size`` x (1 + deepstack layers)."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """The model's tokenizer; loaded also without the tower."""
 
     vocab_size: int
     """The vocabulary size that the engine offsets item-local ids by (``text_config.vocab_size``)."""

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the workers. Dynamo's own runtime flags (namespace, discovery, planes, ...) come from its SDK."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dynamo.common.backend.worker import WorkerConfig
+from dynamo.common.configuration.groups import DynamoRuntimeArgGroup, DynamoRuntimeConfig
+from dynamo.common.constants import DisaggregationMode
+
+from ..contract.errors import ConfigError
+
+Role = Literal["encode", "prefill", "decode", "agg"]
+
+_COMPONENTS: dict[Role, str] = {"encode": "encode", "prefill": "prefill", "decode": "backend", "agg": "backend"}
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class WorkerArgs:
+    """What a worker was told, checked. Sizes in bytes, times in seconds; paths exist."""
+
+    role: Role
+    model: Path
+    served_model_name: str
+    engine: Literal["auto", "trtllm", "reference"]
+    engine_args: Path | None
+    engine_overrides: str | None
+    keys: Literal["exact", "placeholder"]
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: str
+    on_incomplete_metadata: Literal["refuse", "uncacheable"]
+    encode_fallback: Literal["none", "ask"]
+    encode_endpoint: str
+    encode_timeout: float
+    allowed_local_media_path: Path | None
+    max_file_size: int
+    max_items: int
+    encode_threads: int
+    encode_batch_items: int
+    embedding_cache_bytes: int
+    isolate_embedding_cache_by_salt: bool
+    arena_bytes: int
+    transfer_mode: Literal["auto", "read", "write"]
+    transfer_timeout: float
+    offer_ttl: float
+    verify_transfers: bool
+    publish_kv_events: bool
+    trace_requests: Path | None
+    discovery_backend: str
+    request_plane: str
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m dynamo_epd", description="A Dynamo worker for multimodal encode, prefill, decode or agg."
+    )
+    DynamoRuntimeArgGroup().add_arguments(p)
+    g = p.add_argument_group("role and model")
+    g.add_argument("--disaggregation-mode", choices=[*_COMPONENTS], default="agg")
+    g.add_argument("--model", "--model-path", required=True, metavar="DIR", help="Hugging Face model directory")
+    g.add_argument("--served-model-name", help="name that clients use (default: the directory's name)")
+    g.add_argument(
+        "--route-to-encoder",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="have the frontend send media requests to an encode worker first (default: on for prefill and agg)",
+    )
+    g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    g.add_argument("--dtype", default="auto", help="dtype of weights and embeddings (default: the checkpoint's)")
+
+    g = p.add_argument_group("engine (prefill, decode, agg)")
+    g.add_argument("--engine", choices=["auto", "trtllm", "reference"], default="auto")
+    g.add_argument("--extra-engine-args", metavar="FILE", help="engine YAML, with TensorRT-LLM's keys")
+    g.add_argument("--override-engine-args", metavar="JSON", help="engine keys that override the YAML")
+    g.add_argument(
+        "--keys",
+        choices=["exact", "placeholder"],
+        default="exact",
+        help="'placeholder' keys media by placeholder tokens, as engines do without exact metadata: WRONG ANSWERS; it "
+        "exists to show them (reference engine only)",
+    )
+    g.add_argument("--on-incomplete-metadata", choices=["refuse", "uncacheable"], default="refuse")
+    g.add_argument(
+        "--encode-fallback",
+        choices=["none", "ask"],
+        default="none",
+        help="'ask': a media request that arrives without a handoff is sent to an encode worker once, from here",
+    )
+    g.add_argument("--encode-endpoint", metavar="NS.COMPONENT.ENDPOINT", help="whom 'ask' asks")
+    g.add_argument("--encode-timeout", type=float, default=30.0, metavar="S")
+    g.add_argument("--publish-kv-events", action="store_true", help="tell KV-aware routers which blocks are reusable")
+    g.add_argument("--trace-requests", metavar="DIR", help="write one file per request for 'dynamo-epd explain'")
+
+    g = p.add_argument_group("media (encode)")
+    g.add_argument("--allowed-local-media-path", metavar="DIR", help="allow file: URLs below this directory")
+    g.add_argument("--max-file-size-mb", type=float, default=50.0)
+    g.add_argument("--max-media-items", type=int, default=32, help="media items in one request")
+    g.add_argument("--encode-threads", type=int, default=min(4, os.cpu_count() or 1), help="decode and preprocess")
+    g.add_argument("--encode-batch-items", type=int, default=16, help="items that one encoder call takes")
+    g.add_argument("--isolate-embedding-cache-by-salt", action="store_true")
+
+    g = p.add_argument_group("transfer")
+    g.add_argument("--arena-gb", type=float, help="memory for embeddings and KV on the move (default: by role)")
+    g.add_argument("--transfer-mode", choices=["auto", "read", "write"], default="auto")
+    g.add_argument("--transfer-timeout", type=float, default=10.0, metavar="S")
+    g.add_argument("--offer-ttl", type=float, default=30.0, metavar="S")
+    g.add_argument("--verify-transfers", action="store_true", help="checksum what was moved")
+    return p
+
+
+def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: values that cannot be used, or that contradict each other.
+        SystemExit: argparse's own, on unknown flags and ``--help``.
+    """
+    a = _parser().parse_args(argv)
+    runtime = DynamoRuntimeConfig.from_cli_args(a)
+    runtime.validate()
+    role: Role = a.disaggregation_mode
+    model = Path(a.model).expanduser()
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"--model {a.model}: there is no config.json in it; give a Hugging Face model directory")
+    route = a.route_to_encoder if a.route_to_encoder is not None else role in ("prefill", "agg")
+    if route and role in ("encode", "decode"):
+        raise ConfigError(f"--route-to-encoder has no meaning on a {role} worker; set it on prefill or agg")
+    cache = int(a.multimodal_embedding_cache_capacity_gb * _GIB)
+    arena = int(a.arena_gb * _GIB) if a.arena_gb is not None else max(cache, _GIB // 2)
+    if arena <= 0 or cache > arena:
+        raise ConfigError(
+            f"--arena-gb {arena / _GIB:g} must be above 0 and hold --multimodal-embedding-cache-capacity-gb "
+            f"{cache / _GIB:g}: cached embeddings live in the arena"
+        )
+    for name in ("encode_timeout", "transfer_timeout", "offer_ttl", "max_file_size_mb", "max_media_items"):
+        if getattr(a, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
+    args = WorkerArgs(
+        role=role,
+        model=model,
+        served_model_name=a.served_model_name or model.resolve().name,
+        engine=a.engine,
+        engine_args=_existing(a.extra_engine_args, "--extra-engine-args"),
+        engine_overrides=a.override_engine_args,
+        keys=a.keys,
+        device=a.device,
+        dtype=a.dtype,
+        on_incomplete_metadata=a.on_incomplete_metadata,
+        encode_fallback=a.encode_fallback,
+        encode_endpoint=a.encode_endpoint or f"{runtime.namespace}.{_COMPONENTS['encode']}.generate",
+        encode_timeout=a.encode_timeout,
+        allowed_local_media_path=_existing(a.allowed_local_media_path, "--allowed-local-media-path"),
+        max_file_size=int(a.max_file_size_mb * (1 << 20)),
+        max_items=a.max_media_items,
+        encode_threads=max(1, a.encode_threads),
+        encode_batch_items=max(1, a.encode_batch_items),
+        embedding_cache_bytes=cache,
+        isolate_embedding_cache_by_salt=a.isolate_embedding_cache_by_salt,
+        arena_bytes=arena,
+        transfer_mode=a.transfer_mode,
+        transfer_timeout=a.transfer_timeout,
+        offer_ttl=a.offer_ttl,
+        verify_transfers=a.verify_transfers,
+        publish_kv_events=a.publish_kv_events,
+        trace_requests=Path(a.trace_requests) if a.trace_requests else None,
+        discovery_backend=runtime.discovery_backend,
+        request_plane=runtime.request_plane,
+    )
+    config = WorkerConfig.from_runtime_config(
+        runtime,
+        model_name=str(model),
+        served_model_name=args.served_model_name,
+        component=_component(runtime.endpoint) or _COMPONENTS[role],
+        endpoint="generate",
+        disaggregation_mode=DisaggregationMode(role),
+        route_to_encoder=route,
+        enable_kv_routing=args.publish_kv_events,
+    )
+    return args, config
+
+
+def _component(endpoint: str | None) -> str | None:
+    """The component of ``--endpoint dyn://namespace.component.endpoint``."""
+    if not endpoint:
+        return None
+    parts = endpoint.removeprefix("dyn://").split(".")
+    if len(parts) != 3:
+        raise ConfigError(f"--endpoint {endpoint}: expected dyn://namespace.component.endpoint")
+    return parts[1]
+
+
+def _existing(path: str | None, flag: str) -> Path | None:
+    if not path:
+        return None
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise ConfigError(f"{flag} {path}: no such file or directory")
+    return found

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all roles share: life cycle, cancellation, errors. Dynamo's ``Worker`` drives the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from dynamo._core import Context
+from dynamo.common.backend.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
+from dynamo.common.utils.token_ids import normalize_request_token_ids
+
+from ..transfer import TransferConfig, open_transfer
+from ..transfer.base import Transfer
+from .args import WorkerArgs
+from .faults import to_dynamo
+
+logger = logging.getLogger(__name__)
+
+
+class EpdWorker(LLMEngine):
+    """Base of the three kinds of worker. Subclasses implement ``open``, ``serve`` and ``shut``."""
+
+    def __init__(self, args: WorkerArgs):
+        self.args = args
+        self.transfer: Transfer | None = None
+        self._steps: dict[str, asyncio.Future[Any]] = {}
+
+    @abstractmethod
+    async def open(self) -> EngineConfig:
+        """Load what the role needs; the transfer layer is open. Raises ``ConfigError``."""
+
+    @abstractmethod
+    def serve(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateChunk]:
+        """Serve one request: an async generator that frees what it holds when it is closed."""
+
+    @abstractmethod
+    async def shut(self) -> None:
+        """Undo ``open``, also half of one."""
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        a = self.args
+        self.transfer = await open_transfer(
+            TransferConfig(
+                name=f"{a.role}-{worker_id:x}",
+                arena_bytes=a.arena_bytes,
+                mode=a.transfer_mode,
+                timeout=a.transfer_timeout,
+                offer_ttl=a.offer_ttl,
+                verify=a.verify_transfers,
+            )
+        )
+        return await self.open()
+
+    async def cleanup(self) -> None:
+        for step in list(self._steps.values()):
+            step.cancel()
+        await self.shut()
+        if self.transfer is not None:
+            await self.transfer.close()
+            self.transfer = None
+
+    async def abort(self, context: Context) -> None:
+        step = self._steps.get(_id(context))
+        if step is not None:
+            step.cancel()
+
+    async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
+        """Run ``serve`` so that an abort interrupts it wherever it waits, and errors become HTTP statuses."""
+        normalize_request_token_ids(request)
+        request_id = _id(context)
+        chunks = self.serve(request, context)
+        try:
+            while True:
+                step = asyncio.ensure_future(anext(chunks))
+                self._steps[request_id] = step
+                if context.is_stopped():
+                    step.cancel()
+                chunk = await step
+                yield chunk
+                if chunk.get("finish_reason"):
+                    return
+        except StopAsyncIteration:
+            return
+        except asyncio.CancelledError:
+            if not context.is_stopped():
+                raise
+            logger.info("request %s was cancelled", request_id)
+            yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+        except Exception as error:
+            raise to_dynamo(error, request_id) from error
+        finally:
+            self._steps.pop(request_id, None)
+            await chunks.aclose()  # type: ignore[attr-defined]
+
+
+def _id(context: Context) -> str:
+    request_id = context.id()
+    if request_id is None:
+        raise RuntimeError("Dynamo gave a request without an id")
+    return request_id

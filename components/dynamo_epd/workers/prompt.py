@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A frontend request and encode's handoff -> the prompt as an engine needs it. Never a media request run as text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..contract.errors import InvalidMetadata, Unavailable
+from ..contract.handoff import Handoff, ItemHandoff, Modality, parse_handoff, raise_for_error
+from ..contract.layout import PromptLayout, expand
+from ..contract.multimodal_input import MultimodalInput
+from ..models.base import Family
+
+MEDIA_KEYS: dict[str, Modality] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
+
+# What a KV-aware frontend puts in place of an image's tokens: 1_000_000 + the low 30 bits of its hash (Dynamo 1.6.1).
+_ROUTING_BASE = 1_000_000
+_ROUTING_MASK = (1 << 30) - 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The expanded prompt of one request.
+
+    Attributes:
+        layout: expanded ids and where the items' embedding rows sit.
+        items: the items as encode described them, in prompt order.
+        multimodal_input: the seven fields, or None for text.
+        position_ids, position_delta: as in ``EngineRequest``.
+        cache_salt: the caller's salt.
+        routing_token_ids: as in ``EngineRequest``.
+    """
+
+    layout: PromptLayout
+    items: tuple[ItemHandoff, ...]
+    multimodal_input: MultimodalInput | None
+    position_ids: np.ndarray | None
+    position_delta: int
+    cache_salt: str | None
+    routing_token_ids: np.ndarray | None
+
+
+def media_counts(request: Mapping[str, Any]) -> dict[Modality, int]:
+    """Media items of each modality in a frontend request. An unknown kind of media counts too, under its own name."""
+    counts: dict[Modality, int] = {}
+    for key, entries in (request.get("multi_modal_data") or {}).items():
+        if entries:
+            counts[MEDIA_KEYS.get(key, key)] = len(entries)  # type: ignore[index]
+    return counts
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """Hex digest of unexpanded ids: a handoff fits only the prompt that it was made for."""
+    return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=16).hexdigest()
+
+
+def usable_handoff(request: Mapping[str, Any], family: Family) -> Handoff | None:
+    """The request's handoff, checked against request and model; None for a request without media.
+
+    Raises:
+        InvalidRequest: encode found the request faulty, or the prompt has placeholders and no media.
+        Unavailable: media without a handoff that this worker can use.
+    """
+    counts = media_counts(request)
+    raw = request.get("encoder_result")
+    if not counts:
+        family.placeholders(request["token_ids"], {})
+        return None
+    if raw is None:
+        raise Unavailable(
+            "the request has media but no encoder_result: no encode worker could be reached, or the frontend does not "
+            "route to one. It is not run as text; start an encode worker, or set --encode-fallback ask"
+        )
+    handoff = parse_handoff(raw)
+    raise_for_error(handoff)
+    if handoff.model != family.identity:
+        raise Unavailable(
+            f"the encode worker runs another model or revision ({handoff.model[:12]}) than this worker "
+            f"({family.identity[:12]}): start both from the same model directory contents"
+        )
+    if handoff.prompt_digest != prompt_digest(request["token_ids"]):
+        raise Unavailable("encoder_result was made for another prompt than the one that it came with")
+    # A video may bring its own sound along as a second item, so items can be more than the request's media.
+    if len(handoff.items) < sum(counts.values()):
+        raise Unavailable(f"encoder_result has {len(handoff.items)} items for {sum(counts.values())} media in the request")
+    return handoff
+
+
+def build_prompt(request: Mapping[str, Any], handoff: Handoff | None, family: Family) -> Prompt:
+    """Expand the prompt and derive everything that follows from it.
+
+    Raises:
+        InvalidMetadata: the handoff contradicts itself or the prompt.
+    """
+    routing = request.get("routing") or {}
+    token_ids = request["token_ids"]
+    if handoff is None:
+        layout, items, mm = PromptLayout.text(token_ids), (), None
+    else:
+        items = handoff.items
+        layout = expand(token_ids, handoff.replacements, len(items))
+        for i, item in enumerate(items):
+            if int(layout.rows[i]) != item.rows:
+                raise InvalidMetadata(
+                    f"items[{i}].rows", f"{item.rows} embedding rows for {int(layout.rows[i])} slots in the prompt"
+                )
+            if item.embedding.shape[1] != family.embedding_width:
+                raise InvalidMetadata(
+                    f"items[{i}].embedding", f"width {item.embedding.shape[1]}, the model takes {family.embedding_width}"
+                )
+        mm = layout.multimodal_input([item.digest for item in items], [item.uuid for item in items])
+    position_ids, delta = family.positions(layout, items)
+    return Prompt(
+        layout=layout,
+        items=tuple(items),
+        multimodal_input=mm,
+        position_ids=position_ids,
+        position_delta=delta,
+        cache_salt=routing.get("cache_salt"),
+        routing_token_ids=routing_ids(layout, items, (request.get("extra_args") or {}).get("mm_hashes")),
+    )
+
+
+def routing_ids(layout: PromptLayout, items: Sequence[ItemHandoff], mm_hashes: Sequence[str] | None) -> np.ndarray | None:
+    """The prompt as a KV-aware frontend hashes it, or None where it has no value for every item.
+
+    Args:
+        mm_hashes: the frontend's own hash of each image, 16 hex digits, in prompt order.
+    """
+    ids = np.asarray(layout.token_ids, dtype=np.int64)
+    if not items:
+        return ids
+    if not mm_hashes or len(mm_hashes) != len(items) or any(item.modality != "image" for item in items):
+        return None
+    values = np.array([_ROUTING_BASE + (int(h, 16) & _ROUTING_MASK) for h in mm_hashes], dtype=np.int64)
+    member = layout.member_item
+    return np.where(member >= 0, values[np.maximum(member, 0)], ids)
