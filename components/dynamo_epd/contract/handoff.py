@@ -126,7 +126,7 @@ class ItemHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HandoffError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fault that encode found. It travels inside the handoff, because the frontend swallows errors of the encode hop."""
+    """A fault that encode found. It travels inside the handoff: the frontend swallows errors of the encode hop."""
 
     status: Literal[400, 503]
     message: str

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``PromptLayout``: the expanded prompt and where each media item's tokens and embedding rows sit in it.
+
+A *run* is a maximal stretch of consecutive positions that belong to one item. Inside a run, a position is either an
+embedding *slot* (it takes the item's next embedding row) or *framing* (start, end, separator: part of the item, but
+embedded from its own id). Everything outside runs is text, also between the runs of one item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .digest import bind_interleaving
+from .errors import InvalidMetadata
+from .handoff import Group, Replacement
+from .multimodal_input import INT32_MAX, MultimodalInput, digest_to_words, item_name
+
+MAX_PROMPT_TOKENS = 1 << 22
+"""Largest prompt that ``expand`` makes unless told otherwise; a few bytes of handoff could ask for any size."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLayout:
+    """An expanded prompt. Made by ``text``, ``expand`` or ``from_flat``, which check it; all arrays are read-only.
+
+    Attributes:
+        token_ids: int32 ``[n]``.
+        num_items: media items; they are numbered as in ``Handoff.items``.
+        member_item: int32 ``[n]``, the item that a token belongs to, framing included, or -1 for text.
+        row_cumsum: int64 ``[n]``, embedding slots in positions ``0..i``.
+        run_cu_offsets: int64 ``[items + 1]``, offsets into the flat runs.
+        run_starts: int64 ``[r]``, first position of each run; item by item, ascending inside an item.
+        run_lengths: int64 ``[r]``.
+        rows: int64 ``[items]``, embedding slots of each item.
+    """
+
+    token_ids: np.ndarray
+    num_items: int
+    member_item: np.ndarray
+    row_cumsum: np.ndarray
+    run_cu_offsets: np.ndarray
+    run_starts: np.ndarray
+    run_lengths: np.ndarray
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def text(cls, token_ids: Sequence[int] | np.ndarray) -> PromptLayout:
+        """A prompt without media. Raises ``InvalidMetadata`` for ids that are not int32 or negative."""
+        ids = _token_ids("prompt_token_ids", token_ids)
+        return cls.from_flat(ids, np.full(len(ids), -1, np.int32), np.zeros(len(ids), bool), 0)
+
+    @classmethod
+    def from_flat(
+        cls, token_ids: Sequence[int] | np.ndarray, item: np.ndarray, framing: np.ndarray, num_items: int
+    ) -> PromptLayout:
+        """A layout from what each position is.
+
+        Args:
+            token_ids: ``[n]`` expanded ids.
+            item: int ``[n]``, the item that the position belongs to, or -1.
+            framing: bool ``[n]``, True where a position of an item takes no embedding row.
+            num_items: every item of ``0..num_items - 1`` must have a slot, and first positions must ascend.
+
+        Raises:
+            InvalidMetadata: lengths differ, an item is out of range, without slots or out of order, or text is framing.
+        """
+        ids = _token_ids("prompt_token_ids", token_ids)
+        n = len(ids)
+        if len(item) != n or len(framing) != n:
+            raise InvalidMetadata("item", f"{n} ids, {len(item)} item numbers and {len(framing)} framing flags differ")
+        member = np.ascontiguousarray(item, dtype=np.int32)
+        inside = member >= 0
+        slot = inside & ~framing
+        cumsum = np.cumsum(slot, dtype=np.int64)
+
+        edges = np.flatnonzero(member[1:] != member[:-1]) + 1
+        starts = np.concatenate([np.zeros(min(n, 1), np.int64), edges])
+        ends = np.append(starts[1:], n)[: len(starts)]
+        owner = member[starts]
+        if len(owner) and (owner.min() < -1 or owner.max() >= num_items):
+            bad = int(owner[(owner < -1) | (owner >= num_items)][0])
+            raise InvalidMetadata("item", f"number {bad} is not between 0 and {num_items - 1}")
+        if np.any(framing & ~inside):
+            at = int(np.flatnonzero(framing & ~inside)[0])
+            raise InvalidMetadata("framing", f"position {at} is framing but belongs to no item")
+        keep = owner >= 0
+        starts, ends, owner = starts[keep], ends[keep], owner[keep]
+        slots = cumsum[ends - 1] - cumsum[starts] + slot[starts]
+        order = np.argsort(owner, kind="stable")
+        starts, ends, owner, slots = starts[order], ends[order], owner[order], slots[order]
+        counts = np.bincount(owner, minlength=num_items)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        rows = np.bincount(owner, weights=slots, minlength=num_items).astype(np.int64)
+        if num_items and not rows.all():
+            raise InvalidMetadata("rows", "has no embedding slot in the prompt", item=item_name(int(np.argmin(rows))))
+        first = starts[offsets[:-1]]
+        if np.any(first[1:] < first[:-1]):
+            raise InvalidMetadata("item", f"items must be numbered in prompt order, but they start at {first.tolist()}")
+        arrays = (ids, member, cumsum, offsets, starts, ends - starts, rows)
+        for array in arrays:
+            array.flags.writeable = False
+        return cls(ids, num_items, *arrays[1:])
+
+    @cached_property
+    def slot_item(self) -> np.ndarray:
+        """int32 ``[n]``: the item whose embedding slot sits here, or -1."""
+        return _readonly(np.where(self._is_slot, self.member_item, np.int32(-1)))
+
+    @cached_property
+    def slot_row(self) -> np.ndarray:
+        """int32 ``[n]``: the row inside that item's embedding, or -1."""
+        before = self.row_cumsum[self.run_starts] - self._is_slot[self.run_starts]
+        in_run = self.row_cumsum[self.run_starts + self.run_lengths - 1] - before
+        owner = np.repeat(np.arange(self.num_items), np.diff(self.run_cu_offsets))
+        item_base = np.concatenate([[0], np.cumsum(self.rows)])[:-1]
+        shift = np.cumsum(in_run) - in_run - item_base[owner] - before
+        row = np.full(len(self), -1, np.int64)
+        positions = _spread(self.run_starts, self.run_lengths)
+        row[positions] = self.row_cumsum[positions] - 1 + np.repeat(shift, self.run_lengths)
+        return _readonly(np.where(self._is_slot, row, -1).astype(np.int32))
+
+    @cached_property
+    def _is_slot(self) -> np.ndarray:
+        return np.diff(self.row_cumsum, prepend=0).astype(bool)
+
+    def runs(self, item: int) -> list[tuple[int, int]]:
+        """``(start, length)`` of the item's runs, in prompt order."""
+        a, b = self.run_cu_offsets[item], self.run_cu_offsets[item + 1]
+        return list(zip(self.run_starts[a:b].tolist(), self.run_lengths[a:b].tolist(), strict=True))
+
+    def positions(self, item: int) -> np.ndarray:
+        """int64: all prompt positions that belong to the item, ascending."""
+        a, b = self.run_cu_offsets[item], self.run_cu_offsets[item + 1]
+        return _spread(self.run_starts[a:b], self.run_lengths[a:b])
+
+    def special_offsets(self, item: int) -> np.ndarray:
+        """int64: offsets in the item's concatenated runs that are framing, not slots."""
+        return np.flatnonzero(~self._is_slot[self.positions(item)])
+
+    @cached_property
+    def interleaved(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of items of which one starts before another has ended; an item that stands alone is in none."""
+        groups: list[list[int]] = []
+        end = -1
+        for item in range(self.num_items):
+            start = int(self.run_starts[self.run_cu_offsets[item]])
+            last = int(self.run_cu_offsets[item + 1]) - 1
+            if start < end:
+                groups[-1].append(item)
+            else:
+                groups.append([item])
+            end = max(end, int(self.run_starts[last] + self.run_lengths[last]))
+        return tuple(tuple(group) for group in groups if len(group) > 1)
+
+    def multimodal_input(
+        self, digests: Sequence[str], uuids: Sequence[str | None] | None = None
+    ) -> MultimodalInput | None:
+        """The seven fields for this prompt, or None where it has no media.
+
+        Args:
+            digests: 64 hex digits per item, in the numbering of the layout.
+            uuids: the caller's ids, unchanged, or None. All-None is the same as None.
+
+        A V2 key names an item only at its first token, so which of two interleaved items a later token belongs to
+        is not in the key by itself: the hash of an item that interleaves with another covers the pattern as well.
+
+        Raises:
+            InvalidMetadata: the counts differ from the number of items, or a digest is not 64 hex digits.
+        """
+        if len(digests) != self.num_items:
+            raise InvalidMetadata("digests", f"there are {len(digests)} for {self.num_items} items")
+        if uuids is not None and len(uuids) != self.num_items:
+            raise InvalidMetadata("multimodal_uuids", f"has {len(uuids)} entries for {self.num_items} items")
+        if not self.num_items:
+            return None
+        raw = [_digest_bytes(i, digest) for i, digest in enumerate(digests)]
+        for group in self.interleaved:
+            origin = self.runs(group[0])[0][0]
+            pattern = [[(start - origin, length) for start, length in self.runs(item)] for item in group]
+            for rank, item in enumerate(group):
+                raw[item] = bind_interleaving(raw[item], rank, pattern)
+        return MultimodalInput(
+            multimodal_hashes=tuple(digest_to_words(digest) for digest in raw),
+            multimodal_positions=tuple(self.run_starts[self.run_cu_offsets[:-1]].tolist()),
+            multimodal_lengths=tuple(np.add.reduceat(self.run_lengths, self.run_cu_offsets[:-1]).tolist()),
+            multimodal_uuids=tuple(uuids) if uuids is not None and any(u is not None for u in uuids) else None,
+            multimodal_item_run_cu_offsets=tuple(self.run_cu_offsets.tolist()),
+            multimodal_run_positions=tuple(self.run_starts.tolist()),
+            multimodal_run_lengths=tuple(self.run_lengths.tolist()),
+        )
+
+
+def expand(
+    token_ids: Sequence[int] | np.ndarray,
+    replacements: Sequence[Replacement],
+    num_items: int,
+    *,
+    max_tokens: int = MAX_PROMPT_TOKENS,
+) -> PromptLayout:
+    """The prompt that ``replacements`` make of the unexpanded ``token_ids``, and its layout.
+
+    Raises:
+        InvalidMetadata: a replacement is out of range, out of order or overlaps another, a segment breaks a rule of
+            ``handoff.Segment``, an item has no slot, or the prompt would be longer than ``max_tokens``. Sizes are
+            checked before memory is taken.
+    """
+    ids = _token_ids("prompt_token_ids", token_ids)
+    if not replacements:
+        if num_items:
+            raise InvalidMetadata("replacements", f"is empty, but the request has {num_items} media items")
+        return PromptLayout.text(ids)
+    total = len(ids)
+    end = 0
+    for r, rep in enumerate(replacements):
+        if rep.start < end or rep.length < 0 or rep.start + rep.length > len(ids):
+            raise InvalidMetadata(
+                f"replacements[{r}]",
+                f"replaces tokens {rep.start} to {rep.start + rep.length - 1}, which must come after token {end - 1} "
+                f"and lie inside the prompt of {len(ids)} tokens",
+            )
+        end = rep.start + rep.length
+        total -= rep.length
+        for g, group in enumerate(rep.groups):
+            counts = [segment.count for segment in group.segments]
+            if group.times < 1 or not counts or min(counts) < 1:
+                raise InvalidMetadata(
+                    f"replacements[{r}].groups[{g}]",
+                    f"times {group.times} and counts {counts[:8]} must be at least 1, with at least one segment",
+                )
+            total += group.times * sum(counts)
+            if total > max_tokens:
+                raise InvalidMetadata(
+                    f"replacements[{r}].groups[{g}]", f"expands the prompt beyond {max_tokens} tokens: shorten it"
+                )
+    id_parts, item_parts, framing_parts = [], [], []
+    end = 0
+    for r, rep in enumerate(replacements):
+        text = ids[end : rep.start]
+        end = rep.start + rep.length
+        seg = _segments(f"replacements[{r}]", rep.groups, num_items)
+        id_parts += [text, np.repeat(seg[0].astype(np.int32), seg[1])]
+        item_parts += [np.full(len(text), -1, np.int32), np.repeat(seg[2].astype(np.int32), seg[1])]
+        framing_parts += [np.zeros(len(text), bool), np.repeat(seg[3].astype(bool), seg[1])]
+    id_parts.append(ids[end:])
+    item_parts.append(np.full(len(ids) - end, -1, np.int32))
+    framing_parts.append(np.zeros(len(ids) - end, bool))
+    return PromptLayout.from_flat(
+        np.concatenate(id_parts), np.concatenate(item_parts), np.concatenate(framing_parts), num_items
+    )
+
+
+def _segments(where: str, groups: Sequence[Group], num_items: int) -> np.ndarray:
+    """int64 ``[4, s]``: token id, count, item and framing of all segments, repeated as the groups say."""
+    parts: list[np.ndarray] = []
+    single: list[int] = []
+
+    def flush() -> None:
+        if single:
+            parts.append(np.array(single, dtype=np.int64).reshape(-1, 4))
+            single.clear()
+
+    try:
+        for group in groups:
+            rows = [v for s in group.segments for v in (s.token_id, s.count, s.item, s.framing)]
+            if group.times == 1:
+                single += rows
+            else:
+                flush()
+                parts.append(np.tile(np.array(rows, dtype=np.int64).reshape(-1, 4), (group.times, 1)))
+        flush()
+    except OverflowError as error:
+        raise InvalidMetadata(where, "a number does not fit 64 bits") from error
+    seg = np.concatenate(parts).T if parts else np.zeros((4, 0), np.int64)
+    if seg.shape[1]:
+        if seg[0].min() < 0 or seg[0].max() > INT32_MAX:
+            bad = seg[0][(seg[0] < 0) | (seg[0] > INT32_MAX)][0]
+            raise InvalidMetadata(where, f"token id {bad} is not between 0 and {INT32_MAX}")
+        if seg[2].min() < -1 or seg[2].max() >= num_items:
+            bad = seg[2][(seg[2] < -1) | (seg[2] >= num_items)][0]
+            raise InvalidMetadata(where, f"item number {bad} is not between -1 and {num_items - 1}")
+    return seg
+
+
+def _token_ids(field: str, values: Sequence[int] | np.ndarray) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+        if array.size and array.dtype.kind not in "iu":
+            raise InvalidMetadata(field, f"holds {array.dtype}, must hold integers")
+    except (OverflowError, ValueError) as error:
+        raise InvalidMetadata(field, f"is not a list of integers: {error}") from error
+    if array.ndim != 1:
+        raise InvalidMetadata(field, f"has {array.ndim} dimensions, must have 1")
+    if array.size and (array.min() < 0 or array.max() > INT32_MAX):
+        at = int(np.flatnonzero((array < 0) | (array > INT32_MAX))[0])
+        raise InvalidMetadata(f"{field}[{at}]", f"is {array[at]}, must be between 0 and {INT32_MAX}")
+    return array.astype(np.int32)
+
+
+def _digest_bytes(index: int, digest: str) -> bytes:
+    try:
+        raw = bytes.fromhex(digest)
+    except (ValueError, TypeError) as error:
+        raise InvalidMetadata(f"digests[{index}]", f"is not hex: {error}", item=item_name(index)) from error
+    if len(raw) != 32 or len(digest) != 64:
+        raise InvalidMetadata(f"digests[{index}]", f"{digest!r} is not 64 hex digits", item=item_name(index))
+    return raw
+
+
+def _spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int64: the positions of all runs, concatenated."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _readonly(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
