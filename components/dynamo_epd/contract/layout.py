@@ -16,8 +16,9 @@ import numpy as np
 
 from .digest import bind_interleaving
 from .errors import InvalidMetadata
-from .handoff import Group, Replacement
-from .multimodal_input import INT32_MAX, MultimodalInput, digest_to_words, item_name
+from .groups import expanded_length, segment_table
+from .handoff import Replacement
+from .multimodal_input import INT32_MAX, MultimodalInput, digest_to_words, interleaved_groups, item_name
 
 MAX_PROMPT_TOKENS = 1 << 22
 """Largest prompt that ``expand`` makes unless told otherwise; a few bytes of handoff could ask for any size."""
@@ -127,6 +128,11 @@ class PromptLayout:
         return _readonly(np.where(self._is_slot, row, -1).astype(np.int32))
 
     @cached_property
+    def framing(self) -> np.ndarray:
+        """bool ``[n]``: True where a token belongs to an item but takes no row."""
+        return _readonly((self.member_item >= 0) & ~self._is_slot)
+
+    @cached_property
     def _is_slot(self) -> np.ndarray:
         return np.diff(self.row_cumsum, prepend=0).astype(bool)
 
@@ -143,21 +149,6 @@ class PromptLayout:
     def special_offsets(self, item: int) -> np.ndarray:
         """int64: offsets in the item's concatenated runs that are framing, not slots."""
         return np.flatnonzero(~self._is_slot[self.positions(item)])
-
-    @cached_property
-    def interleaved(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of items of which one starts before another has ended; an item that stands alone is in none."""
-        groups: list[list[int]] = []
-        end = -1
-        for item in range(self.num_items):
-            start = int(self.run_starts[self.run_cu_offsets[item]])
-            last = int(self.run_cu_offsets[item + 1]) - 1
-            if start < end:
-                groups[-1].append(item)
-            else:
-                groups.append([item])
-            end = max(end, int(self.run_starts[last] + self.run_lengths[last]))
-        return tuple(tuple(group) for group in groups if len(group) > 1)
 
     def multimodal_input(
         self, digests: Sequence[str], uuids: Sequence[str | None] | None = None
@@ -181,9 +172,10 @@ class PromptLayout:
         if not self.num_items:
             return None
         raw = [_digest_bytes(i, digest) for i, digest in enumerate(digests)]
-        for group in self.interleaved:
-            origin = self.runs(group[0])[0][0]
-            pattern = [[(start - origin, length) for start, length in self.runs(item)] for item in group]
+        item_runs = [self.runs(item) for item in range(self.num_items)]
+        for group in interleaved_groups(item_runs):
+            origin = item_runs[group[0]][0][0]
+            pattern = [[(start - origin, length) for start, length in item_runs[item]] for item in group]
             for rank, item in enumerate(group):
                 raw[item] = bind_interleaving(raw[item], rank, pattern)
         return MultimodalInput(
@@ -222,70 +214,26 @@ def expand(
         if rep.start < end or rep.length < 0 or rep.start + rep.length > len(ids):
             raise InvalidMetadata(
                 f"replacements[{r}]",
-                f"replaces tokens {rep.start} to {rep.start + rep.length - 1}, which must come after token {end - 1} "
-                f"and lie inside the prompt of {len(ids)} tokens",
+                f"replaces {rep.length} tokens from {rep.start}, which must come after the replacement before it "
+                f"(ends at {end}) and lie inside the prompt of {len(ids)} tokens",
             )
         end = rep.start + rep.length
-        total -= rep.length
-        for g, group in enumerate(rep.groups):
-            counts = [segment.count for segment in group.segments]
-            if group.times < 1 or not counts or min(counts) < 1:
-                raise InvalidMetadata(
-                    f"replacements[{r}].groups[{g}]",
-                    f"times {group.times} and counts {counts[:8]} must be at least 1, with at least one segment",
-                )
-            total += group.times * sum(counts)
-            if total > max_tokens:
-                raise InvalidMetadata(
-                    f"replacements[{r}].groups[{g}]", f"expands the prompt beyond {max_tokens} tokens: shorten it"
-                )
+        total += expanded_length(f"replacements[{r}]", rep.groups, max_tokens - total + rep.length) - rep.length
     id_parts, item_parts, framing_parts = [], [], []
     end = 0
     for r, rep in enumerate(replacements):
         text = ids[end : rep.start]
         end = rep.start + rep.length
-        seg = _segments(f"replacements[{r}]", rep.groups, num_items)
-        id_parts += [text, np.repeat(seg[0].astype(np.int32), seg[1])]
-        item_parts += [np.full(len(text), -1, np.int32), np.repeat(seg[2].astype(np.int32), seg[1])]
-        framing_parts += [np.zeros(len(text), bool), np.repeat(seg[3].astype(bool), seg[1])]
+        token, count, item, framing = segment_table(f"replacements[{r}]", rep.groups, num_items)
+        id_parts += [text, np.repeat(token.astype(np.int32), count)]
+        item_parts += [np.full(len(text), -1, np.int32), np.repeat(item.astype(np.int32), count)]
+        framing_parts += [np.zeros(len(text), bool), np.repeat(framing.astype(bool), count)]
     id_parts.append(ids[end:])
     item_parts.append(np.full(len(ids) - end, -1, np.int32))
     framing_parts.append(np.zeros(len(ids) - end, bool))
     return PromptLayout.from_flat(
         np.concatenate(id_parts), np.concatenate(item_parts), np.concatenate(framing_parts), num_items
     )
-
-
-def _segments(where: str, groups: Sequence[Group], num_items: int) -> np.ndarray:
-    """int64 ``[4, s]``: token id, count, item and framing of all segments, repeated as the groups say."""
-    parts: list[np.ndarray] = []
-    single: list[int] = []
-
-    def flush() -> None:
-        if single:
-            parts.append(np.array(single, dtype=np.int64).reshape(-1, 4))
-            single.clear()
-
-    try:
-        for group in groups:
-            rows = [v for s in group.segments for v in (s.token_id, s.count, s.item, s.framing)]
-            if group.times == 1:
-                single += rows
-            else:
-                flush()
-                parts.append(np.tile(np.array(rows, dtype=np.int64).reshape(-1, 4), (group.times, 1)))
-        flush()
-    except OverflowError as error:
-        raise InvalidMetadata(where, "a number does not fit 64 bits") from error
-    seg = np.concatenate(parts).T if parts else np.zeros((4, 0), np.int64)
-    if seg.shape[1]:
-        if seg[0].min() < 0 or seg[0].max() > INT32_MAX:
-            bad = seg[0][(seg[0] < 0) | (seg[0] > INT32_MAX)][0]
-            raise InvalidMetadata(where, f"token id {bad} is not between 0 and {INT32_MAX}")
-        if seg[2].min() < -1 or seg[2].max() >= num_items:
-            bad = seg[2][(seg[2] < -1) | (seg[2] >= num_items)][0]
-            raise InvalidMetadata(where, f"item number {bad} is not between -1 and {num_items - 1}")
-    return seg
 
 
 def _token_ids(field: str, values: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -40,6 +40,19 @@ def words_to_digest(words: Sequence[int]) -> bytes:
     return b"".join(word.to_bytes(4, "big", signed=True) for word in words)
 
 
+def interleaved_groups(item_runs: Sequence[Sequence[Run]]) -> list[list[int]]:
+    """Groups of items of which one starts before another has ended; an item that stands alone is in no group."""
+    groups: list[list[int]] = []
+    end = -1
+    for item in sorted(range(len(item_runs)), key=lambda i: item_runs[i][0]):
+        if item_runs[item][0][0] < end:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+        end = max(end, sum(item_runs[item][-1]))
+    return [group for group in groups if len(group) > 1]
+
+
 @dataclass(frozen=True)
 class MultimodalInput:
     """What an engine must know of the media in a prompt to key its blocks. Checked when it is made.
