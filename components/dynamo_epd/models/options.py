@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processor options of a request: which are known, which reach a modality, and their value in one form."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from ..contract.errors import InvalidRequest
+from ..contract.handoff import Modality
+
+SECTION: dict[Modality, str] = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
+
+_OURS = frozenset(
+    {
+        "return_tensors",
+        "device",
+        "disable_grouping",
+        "data_format",
+        "input_data_format",
+        "return_metadata",
+        "video_metadata",
+        "return_attention_mask",
+        "raw_speech",
+        "load_audio_backend",
+    }
+)
+"""Options that say how the processor hands its result over; the worker sets them."""
+
+_ARCHITECTURE = frozenset(
+    {
+        "patch_size",
+        "merge_size",
+        "temporal_patch_size",
+        "spatial_merge_size",
+        "downsample_ratio",
+        "n_window",
+        "sampling_rate",
+        "position_id_per_seconds",
+        "audio_compression_rate",
+        "audio_downsample_rate",
+        "audio_feat_stride",
+    }
+)
+"""Options that the encoder's weights fix; a request may only repeat them."""
+
+
+def subprocessor(processor: Any, modality: Modality) -> Any | None:
+    """The part of a transformers processor that serves ``modality``, or None."""
+    if modality == "audio":
+        return getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
+    return getattr(processor, f"{modality}_processor", None)
+
+
+def known_options(processor: Any, modality: Modality) -> frozenset[str]:
+    """Names of the options that reach ``modality``."""
+    part = subprocessor(processor, modality)
+    if part is None:
+        return frozenset()
+    declared = processor.valid_processor_kwargs.__annotations__[SECTION[modality]]
+    names = {*_annotations(declared), *_annotations(getattr(part, "valid_kwargs", None))}
+    return frozenset(names) - _OURS
+
+
+def _annotations(typed_dict: Any) -> Mapping[str, Any]:
+    return getattr(typed_dict, "__annotations__", {})
+
+
+def split(processor: Any, kwargs: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The request's options by the section of the processor that they reach; ``""`` holds those of no section.
+
+    Args:
+        kwargs: ``mm_processor_kwargs``: flat names, or sections (``{"images_kwargs": {...}}``), or both.
+        extra: options that the family takes beside the processor's, with their defaults.
+
+    Raises:
+        InvalidRequest: a name that no modality of this model knows, or a section that is not an object.
+    """
+    known = {modality: known_options(processor, modality) for modality in SECTION}
+    given: dict[str, dict[str, Any]] = {"": {}, **{section: {} for section in SECTION.values()}}
+    for name, value in kwargs.items():
+        if name in SECTION.values():
+            if not isinstance(value, Mapping):
+                raise InvalidRequest(f"mm_processor_kwargs.{name} must be an object")
+            modality = next(m for m, section in SECTION.items() if section == name)
+            for inner, inner_value in value.items():
+                if inner not in known[modality]:
+                    raise InvalidRequest(_unknown(f"{name}.{inner}", known[modality]))
+                given[name][inner] = inner_value
+            continue
+        reached = [modality for modality in SECTION if name in known[modality]]
+        if not reached and name not in extra:
+            raise InvalidRequest(_unknown(name, frozenset().union(*known.values(), extra)))
+        for modality in reached:
+            given[SECTION[modality]].setdefault(name, value)
+        if name in extra:
+            given[""][name] = value
+    return given
+
+
+def _unknown(name: str, known: frozenset[str]) -> str:
+    if name.rpartition(".")[2] in _OURS:
+        return f"mm_processor_kwargs.{name} is set by the worker: leave it out"
+    return f"mm_processor_kwargs.{name} is not an option of this model; known: {', '.join(sorted(known)) or 'none'}"
+
+
+def merge(processor: Any, given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Every section as the processor's own ``__call__`` would pass it on, tensors asked for.
+
+    Raises:
+        InvalidRequest: a value of the wrong type.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    sections = {section: dict(values) for section, values in given.items() if section}
+    try:
+        return processor._merge_kwargs(
+            tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt", **sections
+        )
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise InvalidRequest(f"mm_processor_kwargs: {' '.join(str(error).split())}") from error
+
+
+def resolve(processor: Any, modality: Modality, merged: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that reach ``modality``: every value in one JSON-safe form, nothing that is None.
+
+    Args:
+        merged, base: the modality's section from ``merge``, with the request's options and without.
+
+    Raises:
+        InvalidRequest: a value that the encoder's weights fix, or a limit raised above the model's own.
+    """
+    part = subprocessor(processor, modality)
+    names = known_options(processor, modality)
+    defaults = {name: getattr(part, name, None) for name in names}
+    usual, chosen = (
+        _standard(part, {**defaults, **{k: v for k, v in section.items() if k in names and v is not None}})
+        for section in (base, merged)
+    )
+    for name, value in chosen.items():
+        if name in _ARCHITECTURE and name in usual and value != usual[name]:
+            raise InvalidRequest(
+                f"mm_processor_kwargs.{name} is {usual[name]!r} in this model and cannot be {value!r} in a request"
+            )
+        if ("max" in name or name in ("size", "dynamic_hd")) and name in usual:
+            limit, asked = _largest(usual[name]), _largest(value)
+            if limit is not None and asked is not None and asked > limit:
+                raise InvalidRequest(f"mm_processor_kwargs.{name} may be at most {usual[name]!r} here, not {value!r}")
+    return chosen
+
+
+def _standard(part: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    standardise = getattr(part, "_standardize_kwargs", None)
+    try:
+        values = standardise(**{k: v for k, v in options.items() if v is not None}) if standardise else options
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidRequest(f"mm_processor_kwargs: {error}") from error
+    return {name: plain(value) for name, value in sorted(values.items()) if value is not None and name not in _OURS}
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it: enums by value, tuples as lists, objects without their Nones."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):
+        return plain(value.item())
+    return (
+        plain(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    )
+
+
+def _largest(value: Any) -> float | None:
+    if isinstance(value, Mapping):
+        numbers = [_largest(item) for item in value.values()]
+        return max((number for number in numbers if number is not None), default=None)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
