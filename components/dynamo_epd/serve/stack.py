@@ -40,8 +40,13 @@ class Service:
 
 
 def epd_services(
-    model: Path, served_model_name: str, *, topology: str = "e-p-d", engine_args: Sequence[str] = (),
-    encode_args: Sequence[str] = (), common_args: Sequence[str] = (),
+    model: Path,
+    served_model_name: str,
+    *,
+    topology: str = "e-p-d",
+    engine_args: Sequence[str] = (),
+    encode_args: Sequence[str] = (),
+    common_args: Sequence[str] = (),
 ) -> list[Service]:
     """The workers of a topology: ``e-p-d`` (encode, prefill, decode) or ``e-pd`` (encode, agg).
 
@@ -83,8 +88,15 @@ class Stack:
         self.url = f"http://127.0.0.1:{self.http_port}"
         frontend = Service(
             "frontend",
-            ("--http-host", "127.0.0.1", "--http-port", str(self.http_port), "--discovery-backend", "file",
-             *frontend_args),
+            (
+                "--http-host",
+                "127.0.0.1",
+                "--http-port",
+                str(self.http_port),
+                "--discovery-backend",
+                "file",
+                *frontend_args,
+            ),
             module="dynamo.frontend",
         )
         self._services = {s.name: s for s in (frontend, *services)}
@@ -100,7 +112,7 @@ class Stack:
             "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
             "DYN_LOG": os.environ.get("DYN_LOG", "warn"),
             "DYN_SELF_HOST_METADATA": "0",
-            "DYNAMO_EPD_HOST": "127.0.0.1",
+            "DYN_EPD_TRANSFER_HOST": "127.0.0.1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             **(env or {}),
@@ -160,7 +172,9 @@ class Stack:
         last = "no answer yet"
         while time.monotonic() < end:
             self.check()
-            status, answer = post_json(f"{self.url}/v1/chat/completions", body, timeout=max(1.0, end - time.monotonic()))
+            status, answer = post_json(
+                f"{self.url}/v1/chat/completions", body, timeout=max(1.0, end - time.monotonic())
+            )
             if status == 200:
                 return
             last = f"{status} {answer}"

@@ -15,6 +15,7 @@ from dynamo.common.configuration.groups import DynamoRuntimeArgGroup, DynamoRunt
 from dynamo.common.constants import DisaggregationMode
 
 from ..contract.errors import ConfigError
+from ..transfer.config import TransferConfig, add_transfer_arguments, transfer_config
 
 Role = Literal["encode", "prefill", "decode", "agg"]
 
@@ -46,11 +47,7 @@ class WorkerArgs:
     encode_batch_items: int
     embedding_cache_bytes: int
     isolate_embedding_cache_by_salt: bool
-    arena_bytes: int
-    transfer_mode: Literal["auto", "read", "write"]
-    transfer_timeout: float
-    offer_ttl: float
-    verify_transfers: bool
+    transfer: TransferConfig
     publish_kv_events: bool
     trace_requests: Path | None
     discovery_backend: str
@@ -106,12 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     g.add_argument("--encode-batch-items", type=int, default=16, help="items that one encoder call takes")
     g.add_argument("--isolate-embedding-cache-by-salt", action="store_true")
 
-    g = p.add_argument_group("transfer")
-    g.add_argument("--arena-gb", type=float, help="memory for embeddings and KV on the move (default: by role)")
-    g.add_argument("--transfer-mode", choices=["auto", "read", "write"], default="auto")
-    g.add_argument("--transfer-timeout", type=float, default=10.0, metavar="S")
-    g.add_argument("--offer-ttl", type=float, default=30.0, metavar="S")
-    g.add_argument("--verify-transfers", action="store_true", help="checksum what was moved")
+    add_transfer_arguments(p)
     return p
 
 
@@ -133,13 +125,13 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
     if route and role in ("encode", "decode"):
         raise ConfigError(f"--route-to-encoder has no meaning on a {role} worker; set it on prefill or agg")
     cache = int(a.multimodal_embedding_cache_capacity_gb * _GIB)
-    arena = int(a.arena_gb * _GIB) if a.arena_gb is not None else max(cache, _GIB // 2)
-    if arena <= 0 or cache > arena:
+    transfer = transfer_config(a, keep_bytes=cache if role == "encode" else None, agent_prefix=f"dynamo-epd-{role}")
+    if role == "encode" and cache > transfer.arena_bytes:
         raise ConfigError(
-            f"--arena-gb {arena / _GIB:g} must be above 0 and hold --multimodal-embedding-cache-capacity-gb "
-            f"{cache / _GIB:g}: cached embeddings live in the arena"
+            f"--multimodal-embedding-cache-capacity-gb {cache / _GIB:g} does not fit --transfer-arena-bytes "
+            f"{transfer.arena_bytes}: cached embeddings live in the arena, so make it larger"
         )
-    for name in ("encode_timeout", "transfer_timeout", "offer_ttl", "max_file_size_mb", "max_media_items"):
+    for name in ("encode_timeout", "max_file_size_mb", "max_media_items"):
         if getattr(a, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
     args = WorkerArgs(
@@ -163,11 +155,7 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
         encode_batch_items=max(1, a.encode_batch_items),
         embedding_cache_bytes=cache,
         isolate_embedding_cache_by_salt=a.isolate_embedding_cache_by_salt,
-        arena_bytes=arena,
-        transfer_mode=a.transfer_mode,
-        transfer_timeout=a.transfer_timeout,
-        offer_ttl=a.offer_ttl,
-        verify_transfers=a.verify_transfers,
+        transfer=transfer,
         publish_kv_events=a.publish_kv_events,
         trace_requests=Path(a.trace_requests) if a.trace_requests else None,
         discovery_backend=runtime.discovery_backend,

@@ -13,7 +13,7 @@ from dynamo._core import Context
 from dynamo.common.backend.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 
-from ..transfer import TransferConfig, open_transfer
+from ..transfer import open_transfer
 from ..transfer.base import Transfer
 from .args import WorkerArgs
 from .faults import to_dynamo
@@ -42,17 +42,7 @@ class EpdWorker(LLMEngine):
         """Undo ``open``, also half of one."""
 
     async def start(self, worker_id: int) -> EngineConfig:
-        a = self.args
-        self.transfer = await open_transfer(
-            TransferConfig(
-                name=f"{a.role}-{worker_id:x}",
-                arena_bytes=a.arena_bytes,
-                mode=a.transfer_mode,
-                timeout=a.transfer_timeout,
-                offer_ttl=a.offer_ttl,
-                verify=a.verify_transfers,
-            )
-        )
+        self.transfer = await open_transfer(self.args.transfer)
         return await self.open()
 
     async def cleanup(self) -> None:

@@ -128,7 +128,9 @@ class LanguageWorker(EpdWorker):
             )
         out_of_vocabulary = (prompt.layout.token_ids < 0) | (prompt.layout.token_ids >= info.vocab_size)
         if out_of_vocabulary.any():
-            raise InvalidRequest(f"token id {int(prompt.layout.token_ids[out_of_vocabulary][0])} is not in the vocabulary")
+            raise InvalidRequest(
+                f"token id {int(prompt.layout.token_ids[out_of_vocabulary][0])} is not in the vocabulary"
+            )
         return EngineRequest(
             request_id=str(context.id()),
             layout=prompt.layout,

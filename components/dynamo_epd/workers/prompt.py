@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..contract.digest import prompt_digest
 from ..contract.errors import InvalidMetadata, Unavailable
 from ..contract.handoff import Handoff, ItemHandoff, Modality, parse_handoff, raise_for_error
 from ..contract.layout import PromptLayout, expand
@@ -54,11 +54,6 @@ def media_counts(request: Mapping[str, Any]) -> dict[Modality, int]:
     return counts
 
 
-def prompt_digest(token_ids: Sequence[int]) -> str:
-    """Hex digest of unexpanded ids: a handoff fits only the prompt that it was made for."""
-    return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=16).hexdigest()
-
-
 def usable_handoff(request: Mapping[str, Any], family: Family) -> Handoff | None:
     """The request's handoff, checked against request and model; None for a request without media.
 
@@ -86,8 +81,9 @@ def usable_handoff(request: Mapping[str, Any], family: Family) -> Handoff | None
     if handoff.prompt_digest != prompt_digest(request["token_ids"]):
         raise Unavailable("encoder_result was made for another prompt than the one that it came with")
     # A video may bring its own sound along as a second item, so items can be more than the request's media.
-    if len(handoff.items) < sum(counts.values()):
-        raise Unavailable(f"encoder_result has {len(handoff.items)} items for {sum(counts.values())} media in the request")
+    asked = sum(counts.values())
+    if len(handoff.items) < asked:
+        raise Unavailable(f"encoder_result has {len(handoff.items)} items for {asked} media in the request")
     return handoff
 
 
@@ -109,9 +105,10 @@ def build_prompt(request: Mapping[str, Any], handoff: Handoff | None, family: Fa
                 raise InvalidMetadata(
                     f"items[{i}].rows", f"{item.rows} embedding rows for {int(layout.rows[i])} slots in the prompt"
                 )
-            if item.embedding.shape[1] != family.embedding_width:
+            width = item.embedding.shape[1]
+            if width != family.embedding_width:
                 raise InvalidMetadata(
-                    f"items[{i}].embedding", f"width {item.embedding.shape[1]}, the model takes {family.embedding_width}"
+                    f"items[{i}].embedding", f"width {width}, the model takes {family.embedding_width}"
                 )
         mm = layout.multimodal_input([item.digest for item in items], [item.uuid for item in items])
     position_ids, delta = family.positions(layout, items)
@@ -126,7 +123,9 @@ def build_prompt(request: Mapping[str, Any], handoff: Handoff | None, family: Fa
     )
 
 
-def routing_ids(layout: PromptLayout, items: Sequence[ItemHandoff], mm_hashes: Sequence[str] | None) -> np.ndarray | None:
+def routing_ids(
+    layout: PromptLayout, items: Sequence[ItemHandoff], mm_hashes: Sequence[str] | None
+) -> np.ndarray | None:
     """The prompt as a KV-aware frontend hashes it, or None where it has no value for every item.
 
     Args:
