@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A media reference of a request -> its embedding in the arena: from the cache, from a request in flight, or encoded."""
+"""A media item -> its embedding in the arena: from the cache, from another request in flight, or encoded now."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class LanguageWorker(EpdWorker):
         return build_health_check_payload(bos_token_id_or(self._running.family.tokenizer, 0))
 
     async def handoff(self, request: GenerateRequest) -> Handoff | None:
-        """The request's handoff, asked for here where the frontend brought none and ``--encode-fallback ask`` is set."""
+        """The request's handoff; with ``--encode-fallback ask``, asked for here where the frontend brought none."""
         try:
             return usable_handoff(request, self._running.family)
         except Unavailable:
@@ -126,11 +126,9 @@ class LanguageWorker(EpdWorker):
                 f"the prompt has {n} tokens with its media, the model takes {info.max_seq_len} with the answer; "
                 "shorten it or send fewer or smaller media"
             )
-        out_of_vocabulary = (prompt.layout.token_ids < 0) | (prompt.layout.token_ids >= info.vocab_size)
-        if out_of_vocabulary.any():
-            raise InvalidRequest(
-                f"token id {int(prompt.layout.token_ids[out_of_vocabulary][0])} is not in the vocabulary"
-            )
+        unknown = prompt.layout.token_ids[prompt.layout.token_ids >= info.vocab_size]
+        if len(unknown):
+            raise InvalidRequest(f"token id {int(unknown[0])} is not in the vocabulary")
         return EngineRequest(
             request_id=str(context.id()),
             layout=prompt.layout,

@@ -107,9 +107,7 @@ def build_prompt(request: Mapping[str, Any], handoff: Handoff | None, family: Fa
                 )
             width = item.embedding.shape[1]
             if width != family.embedding_width:
-                raise InvalidMetadata(
-                    f"items[{i}].embedding", f"width {width}, the model takes {family.embedding_width}"
-                )
+                raise InvalidMetadata(f"items[{i}].embedding", f"{width} columns, not {family.embedding_width}")
         mm = layout.multimodal_input([item.digest for item in items], [item.uuid for item in items])
     position_ids, delta = family.positions(layout, items)
     return Prompt(
