@@ -59,7 +59,7 @@ build() {
     local made python
     made=$(have)
     if [ -n "$made" ] && right_python "$made"; then
-        say "1/4 .venv is there (Python ${made#* }), for other packages than these"
+        say "1/4 .venv (Python ${made#* }) is there; its packages are brought up to date"
         rm -f -- "$stamp"
     else
         # Without a stamp nobody knows what is in there, and pip does not notice files that are missing.
@@ -81,13 +81,10 @@ build() {
     say "done"
 }
 
-if ! up_to_date; then
-    # The lock is held inside the parentheses only: what is started afterwards must not inherit it.
-    (
-        if ! flock -n 9; then
-            say "another set-up of this checkout is running; waiting for it"
-            flock 9
-        fi
-        up_to_date || build
-    ) 9>"$root/.venv.lock"
+if up_to_date; then exit; fi
+exec 9>"$root/.venv.lock"
+if ! flock -n 9; then
+    say "another set-up of this checkout is running; waiting for it"
+    flock 9
 fi
+up_to_date || build

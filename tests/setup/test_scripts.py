@@ -167,15 +167,6 @@ def test_two_at_once_make_one(checkout: Checkout) -> None:
     assert checkout.lines() == [*checkout.made, "run <-m> <pytest>"]
 
 
-def test_what_was_started_does_not_hold_the_lock(checkout: Checkout) -> None:
-    lock = checkout.root / ".venv.lock"
-    checkout.run("setup.sh")
-    listed = f"ls -l /proc/self/fd | grep -c '{lock.name}' || true"
-    (checkout.root / ".venv/bin/python").write_text(f'#!/usr/bin/env bash\n[ "$1" = -c ] || {{ {listed}; }}\n')
-    process = subprocess.run([checkout.root / "launch/demo.sh"], capture_output=True, text=True, check=True)
-    assert process.stdout.split() == ["0"]
-
-
 def test_the_range_of_pythons_is_the_packages() -> None:
     version_of = "import sys; v = sys.version_info[:2]"
     script = (ROOT / "launch/setup.sh").read_text()
