@@ -15,6 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from ..contract.handoff import Modality
     from ..contract.layout import PromptLayout
     from ..contract.multimodal_input import MultimodalInput
 
@@ -93,6 +94,9 @@ class EngineRequest:
         routing_token_ids: int64 ``[n]`` ids under which the KV-aware router knows this prompt, or None.
         prefill_only: stop after the first token and keep the prompt's KV for export.
         remote_kv: KV from a prefill worker; None where this worker computes the prompt itself.
+        modalities: per item in prompt order its modality, where it is known.
+        disaggregated_params: prefill's ``EngineOutput.params``, for an engine that moves KV itself (TensorRT-LLM);
+            then ``remote_kv`` is None and ``embeddings`` is empty.
     """
 
     request_id: str
@@ -108,6 +112,8 @@ class EngineRequest:
     routing_token_ids: np.ndarray | None = None
     prefill_only: bool = False
     remote_kv: RemoteKV | None = None
+    modalities: tuple[Modality, ...] = ()
+    disaggregated_params: dict[str, Any] | None = None
 
 
 class KVExport(Protocol):
@@ -168,11 +174,15 @@ class BlocksStored:
         block_hashes: one non-negative 63-bit hash per block.
         parent_hash: hash of the block before the first, or None at the root.
         token_ids: ids of all tokens of these blocks, as the router knows them.
+        cache_salt: the caller's salt, of which the router makes a scope of its own.
+        lora_name: the adapter, another such scope.
     """
 
     block_hashes: tuple[int, ...]
     parent_hash: int | None
     token_ids: tuple[int, ...]
+    cache_salt: str | None = None
+    lora_name: str | None = None
 
 
 @dataclass(frozen=True)
