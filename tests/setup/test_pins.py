@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections import deque
@@ -94,6 +95,23 @@ def missing(wanted: Iterable[Requirement]) -> Iterator[str]:
             child = Requirement(text)
             if any(child.marker is None or child.marker.evaluate({"extra": e}) for e in requirement.extras or {""}):
                 todo.append(child)
+
+
+def imported() -> set[str]:
+    """Top-level modules that any file of the package imports, wherever in the file."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "components").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = {canonicalize_name(r.name) for r in declared()}
+    owners = metadata.packages_distributions()
+    foreign = imported() - {"dynamo_epd", "tensorrt_llm"}
+    undeclared = {m for m in foreign if project.isdisjoint(map(canonicalize_name, owners.get(m, ())))}
+    assert foreign and not undeclared
 
 
 def test_nothing_that_is_installed_lacks_a_requirement() -> None:
