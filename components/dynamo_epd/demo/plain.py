@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What plain transformers answers, and how much of a prompt an exact block cache may share: the demo's yardstick."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from .. import models
+from ..contract.block_keys import AugmentedTokens, augmented_tokens
+from ..contract.digest import item_digest
+from ..contract.layout import PromptLayout, expand
+from ..models.base import Media
+
+Message = Mapping[str, Any]
+"""A chat message; user content is a list of ``{"type": "text", "text"}`` and ``{"type": "image", "image": PIL image}``."""
+
+
+class PlainTransformers:
+    """Answers chats with ``generate`` on the whole model: no split, no cache between requests."""
+
+    def __init__(self, model_dir: Path):
+        self._processor = AutoProcessor.from_pretrained(model_dir, local_files_only=True)
+        self._model = AutoModelForImageTextToText.from_pretrained(model_dir, local_files_only=True).eval()
+
+    def answer(self, messages: Sequence[Message], max_tokens: int) -> str:
+        """Greedy answer without special tokens."""
+        inputs = self._processor.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        with torch.inference_mode():
+            output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        return self._processor.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+class PromptPredictor:
+    """Expands prompts as the workers do and predicts what they share with earlier ones."""
+
+    def __init__(self, model_dir: Path):
+        self._family = models.load(model_dir, tower=False)
+        self._seen: list[AugmentedTokens] = []
+
+    def layout(self, messages: Sequence[Message]) -> tuple[PromptLayout, list[str]]:
+        """The expanded prompt and a digest per image."""
+        ids = self._family.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+        images = _images(messages)
+        if not images:
+            return PromptLayout.text(ids), []
+        places = self._family.placeholders(ids, {"image": len(images)})
+        prepared = [self._family.prepare(Media("image", image), {}) for image in images]
+        layout = expand(ids, self._family.replacements(ids, places, [p.expansion for p in prepared]), len(images))
+        payloads = [image.convert("RGB") for image in images]
+        return layout, [
+            item_digest(modality="image", payload=p, payload_kind="decoded", model="demo") for p in payloads
+        ]
+
+    def shared(self, messages: Sequence[Message]) -> tuple[int, int]:
+        """(prompt tokens, how many of them an earlier prompt had in common), and remember the prompt.
+
+        The last token is never counted: it has to be computed to get an answer.
+        """
+        layout, digests = self.layout(messages)
+        mm = layout.multimodal_input(digests, None)
+        tokens = augmented_tokens(layout.token_ids, mm, self._family.vocab_size)
+        longest = max((tokens.common_prefix(earlier) for earlier in self._seen), default=0)
+        self._seen.append(tokens)
+        return len(layout), min(longest, len(layout) - 1)
+
+
+def _images(messages: Sequence[Message]) -> list[Image.Image]:
+    return [
+        part["image"]
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]

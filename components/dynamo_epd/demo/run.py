@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dynamo-epd demo``: a frontend and workers on this machine, checked answer by answer against plain transformers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..serve.client import Answer, chat, user
+from ..serve.stack import Stack, epd_services
+from .scenario import RED, Ask, Part, scenario
+from .toy_data import COLOUR, TOY_MODEL, Picture
+
+MODEL_NAME = "toy"
+MAX_TOKENS = 8
+_ENGINE_YAML = Path(__file__).parent / "engine.yaml"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request of the demo and what became of it.
+
+    Attributes:
+        name: the request's name.
+        image: its picture or pictures, in words.
+        question: the last text.
+        answer, expected: the served answer and plain transformers'.
+        prompt_tokens, cached_tokens: usage as reported.
+        shareable_tokens: prompt tokens in common with an earlier prompt of the same stack, by exact keys.
+        ttft_ms: time to first token.
+        ok: answer, prompt length and cached tokens are what they must be.
+    """
+
+    name: str
+    image: str
+    question: str
+    answer: str
+    expected: str
+    prompt_tokens: int
+    cached_tokens: int
+    shareable_tokens: int
+    ttft_ms: float
+    ok: bool
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    p = subparsers.add_parser("demo", help="start a frontend and workers here, ask about images, check every answer")
+    p.add_argument("--topology", choices=["e-p-d", "e-pd"], default="e-p-d", help="(default: %(default)s)")
+    p.add_argument("--json", type=Path, metavar="FILE", help="also write the outcomes as JSON")
+    p.add_argument("--engine", choices=["reference", "trtllm"], default="reference", help="(default: %(default)s)")
+    p.add_argument("--deadline", type=float, default=180.0, metavar="S", help="seconds until the workers must be ready")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo. Exit status 0 only if exact keys answered all right and placeholder keys did not."""
+    console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report: dict[str, Any] = {}
+    for keys in ("exact", "placeholder"):
+        outcomes = _run_stack(args, keys, console)
+        console.print(_table(outcomes, keys, args.topology))
+        report[keys] = {
+            "requests": [asdict(outcome) for outcome in outcomes],
+            "correct": sum(o.answer == o.expected for o in outcomes),
+            "total": len(outcomes),
+        }
+    exact, placeholder = report["exact"], report["placeholder"]
+    exact_right = all(o["ok"] for o in exact["requests"])
+    wrong = placeholder["total"] - placeholder["correct"]
+    console.print(
+        f"exact keys:       {exact['correct']} of {exact['total']} answers are plain transformers' answers"
+        + ("" if exact_right else "  [red]and something is wrong: see the lines marked ✗[/red]")
+    )
+    console.print(
+        f"placeholder keys: {placeholder['correct']} of {placeholder['total']} answers are right"
+        + (f"; {wrong} users were told about another user's image" if wrong else "  [red]they should not all be[/red]")
+    )
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+    return 0 if exact_right and wrong else 1
+
+
+def _run_stack(args: argparse.Namespace, keys: str, console: Console) -> list[Outcome]:
+    with tempfile.TemporaryDirectory(prefix="dynamo-epd-media-") as media, _progress(console) as progress:
+        folder = Path(media)
+        task = progress.add_task(f"{keys} keys: starting frontend and workers ({args.topology})", total=None)
+        stack = Stack(
+            epd_services(
+                TOY_MODEL,
+                MODEL_NAME,
+                topology=args.topology,
+                engine_args=("--engine", args.engine, "--extra-engine-args", str(_ENGINE_YAML), "--keys", keys),
+                encode_args=(
+                    "--allowed-local-media-path",
+                    str(folder),
+                    "--multimodal-embedding-cache-capacity-gb",
+                    "0.1",
+                ),
+            ),
+            MODEL_NAME,
+        )
+        from .plain import PlainTransformers, PromptPredictor  # torch and transformers: while the workers start
+
+        with stack:
+            plain, predictor = PlainTransformers(TOY_MODEL), PromptPredictor(TOY_MODEL)
+            stack.wait_ready(args.deadline, probe=user(RED.recoloured("white").draw(), COLOUR.text))
+            asks = list(scenario(folder))
+            progress.update(task, description=f"{keys} keys: asking", total=len(asks), completed=0)
+            return asyncio.run(_ask_all(stack, asks, plain, predictor, lambda n: progress.advance(task, n)))
+
+
+async def _ask_all(stack: Stack, asks: list[Ask], plain: Any, predictor: Any, advance: Any) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    given: dict[tuple[tuple[Part, ...], ...], str] = {}
+    async with aiohttp.ClientSession() as session:
+        for together, group in groupby(asks, key=lambda ask: ask.together or ask.name):
+            batch = list(group)
+            sent = [_messages(ask, given) for ask in batch]
+            answers = await asyncio.gather(
+                *(chat(session, stack.url, MODEL_NAME, http, max_tokens=MAX_TOKENS) for http, _ in sent)
+            )
+            for ask, answer, (_, local) in zip(batch, answers, sent, strict=True):
+                given[ask.turns] = answer.text
+                length, shareable = predictor.shared(local)
+                expected = await asyncio.to_thread(plain.answer, local, MAX_TOKENS)
+                outcomes.append(_judge(ask, answer, expected, length, shareable, alone=together == ask.name))
+            advance(len(batch))
+            stack.check()
+    return outcomes
+
+
+def _judge(ask: Ask, answer: Answer, expected: str, length: int, shareable: int, *, alone: bool) -> Outcome:
+    """Right is: plain transformers' answer, a prompt of the predicted length, and no more shared than is equal.
+
+    A repeat must share all that is equal; requests sent together may overtake each other.
+    """
+    text = answer.text if answer.status == 200 else f"HTTP {answer.status}: {answer.text}"
+    shared_right = answer.cached_tokens == shareable if ask.repeat and alone else answer.cached_tokens <= shareable
+    return Outcome(
+        name=ask.name,
+        image=", ".join(_words(picture) for picture in ask.pictures) or "-",
+        question=ask.question,
+        answer=text,
+        expected=expected,
+        prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        shareable_tokens=shareable,
+        ttft_ms=round(answer.ttft_ms, 2),
+        ok=text == expected and answer.prompt_tokens == length and shared_right,
+    )
+
+
+def _messages(ask: Ask, given: dict[Any, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The chat as it goes over HTTP, and as plain transformers takes it."""
+    from PIL import Image
+
+    http: list[dict[str, Any]] = []
+    local: list[dict[str, Any]] = []
+    for i, turn in enumerate(ask.turns):
+        sent: list[Any] = []
+        content: list[dict[str, Any]] = []
+        for part in turn:
+            if isinstance(part, str):
+                sent.append(part)
+                content.append({"type": "text", "text": part})
+            else:
+                sent.append(part.as_uri() if isinstance(part, Path) else part.draw())
+                image = Image.open(part) if isinstance(part, Path) else part.draw()
+                content.append({"type": "image", "image": image})
+        http.append(user(*sent))
+        local.append({"role": "user", "content": content})
+        if i + 1 < len(ask.turns):
+            said = given[ask.turns[: i + 1]]
+            http.append({"role": "assistant", "content": said})
+            local.append({"role": "assistant", "content": [{"type": "text", "text": said}]})
+    return http, local
+
+
+def _words(picture: Picture | Path) -> str:
+    if isinstance(picture, Path):
+        return picture.name
+    return f"{picture.colour} {picture.shape} on {picture.background}"
+
+
+def _table(outcomes: list[Outcome], keys: str, topology: str) -> Table:
+    table = Table(title=f"{keys} keys, {topology}", title_justify="left", expand=False)
+    for name in ("image", "question", "answer", "expected"):
+        table.add_column(name, overflow="fold")
+    for name in ("prompt", "cached", "TTFT ms"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for o in outcomes:
+        right = o.answer == o.expected
+        table.add_row(
+            o.image,
+            o.question,
+            o.answer if right else f"[red]{o.answer}[/red]",
+            o.expected,
+            str(o.prompt_tokens),
+            str(o.cached_tokens),
+            f"{o.ttft_ms:.1f}",
+            "✓" if (o.ok if keys == "exact" else right) else "[red]✗[/red]",
+        )
+    return table
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield progress
