@@ -62,10 +62,18 @@ FORMS: Mapping[Form, Callable[[MultimodalInput, PromptLayout | None], dict[str, 
 
 
 def special_token_offsets(layout: PromptLayout) -> list[int]:
-    """Offsets of framing tokens in the concatenation of all items' tokens, item by item, as TensorRT-LLM counts them."""
-    base = 0
-    offsets: list[int] = []
-    for item in range(layout.num_items):
-        offsets += (layout.special_offsets(item) + base).tolist()
-        base += len(layout.positions(item))
-    return offsets
+    """Offsets of framing tokens among all tokens that belong to items, in prompt order, as TensorRT-LLM counts them."""
+    return np.flatnonzero(layout.framing[layout.member_item >= 0]).tolist()
+
+
+def prompt_order(layout: PromptLayout) -> np.ndarray | None:
+    """Which row of all items' embeddings (concatenated item by item) each slot takes, in prompt order.
+
+    Returns:
+        int64 ``[slots]``, or None where that is ``0, 1, 2, ...`` because no items interleave. An engine that finds
+        rows by the prefix sum of slots alone needs the rows in this order.
+    """
+    slots = layout.slot_item >= 0
+    base = np.cumsum(layout.rows) - layout.rows
+    order = layout.slot_row[slots] + base[layout.slot_item[slots]]
+    return None if np.all(order[1:] > order[:-1]) else order
