@@ -20,6 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 from .errors import InvalidMetadata
+from .ids import id_array
 from .multimodal_input import INT32_MAX, MultimodalInput
 
 DIGEST_MARK = -1
@@ -115,12 +116,7 @@ def augmented_tokens(
         InvalidMetadata: an item reaches beyond the prompt; an id is not int32; a text id of a prompt with media, or
             an item-local id, would be taken for the other kind.
     """
-    ids = np.array(token_ids, dtype=np.int64)
-    if ids.ndim != 1:
-        raise InvalidMetadata("prompt_token_ids", f"has {ids.ndim} dimensions, must have 1")
-    if len(ids) and (ids.min() < 0 or ids.max() > INT32_MAX):
-        at = int(np.flatnonzero((ids < 0) | (ids > INT32_MAX))[0])
-        raise InvalidMetadata(f"prompt_token_ids[{at}]", f"is {ids[at]}, must be between 0 and {INT32_MAX}")
+    ids = id_array("prompt_token_ids", token_ids).astype(np.int64)
     if mm is None:
         return AugmentedTokens(_frozen(ids))
     mm.check_prompt(len(ids))

@@ -18,7 +18,8 @@ from .digest import bind_interleaving
 from .errors import InvalidMetadata
 from .groups import expanded_length, segment_table
 from .handoff import Replacement
-from .multimodal_input import INT32_MAX, MultimodalInput, digest_to_words, interleaved_groups, item_name
+from .ids import id_array
+from .multimodal_input import MultimodalInput, digest_to_words, interleaved_groups, item_name
 
 MAX_PROMPT_TOKENS = 1 << 22
 """Largest prompt that ``expand`` makes unless told otherwise; a few bytes of handoff could ask for any size."""
@@ -54,7 +55,7 @@ class PromptLayout:
     @classmethod
     def text(cls, token_ids: Sequence[int] | np.ndarray) -> PromptLayout:
         """A prompt without media. Raises ``InvalidMetadata`` for ids that are not int32 or negative."""
-        ids = _token_ids("prompt_token_ids", token_ids)
+        ids = id_array("prompt_token_ids", token_ids)
         return cls.from_flat(ids, np.full(len(ids), -1, np.int32), np.zeros(len(ids), bool), 0)
 
     @classmethod
@@ -72,7 +73,7 @@ class PromptLayout:
         Raises:
             InvalidMetadata: lengths differ, an item is out of range, without slots or out of order, or text is framing.
         """
-        ids = _token_ids("prompt_token_ids", token_ids)
+        ids = id_array("prompt_token_ids", token_ids)
         n = len(ids)
         if len(item) != n or len(framing) != n:
             raise InvalidMetadata("item", f"{n} ids, {len(item)} item numbers and {len(framing)} framing flags differ")
@@ -203,7 +204,7 @@ def expand(
             ``handoff.Segment``, an item has no slot, or the prompt would be longer than ``max_tokens``. Sizes are
             checked before memory is taken.
     """
-    ids = _token_ids("prompt_token_ids", token_ids)
+    ids = id_array("prompt_token_ids", token_ids)
     if not replacements:
         if num_items:
             raise InvalidMetadata("replacements", f"is empty, but the request has {num_items} media items")
@@ -234,21 +235,6 @@ def expand(
     return PromptLayout.from_flat(
         np.concatenate(id_parts), np.concatenate(item_parts), np.concatenate(framing_parts), num_items
     )
-
-
-def _token_ids(field: str, values: Sequence[int] | np.ndarray) -> np.ndarray:
-    try:
-        array = np.asarray(values)
-        if array.size and array.dtype.kind not in "iu":
-            raise InvalidMetadata(field, f"holds {array.dtype}, must hold integers")
-    except (OverflowError, ValueError) as error:
-        raise InvalidMetadata(field, f"is not a list of integers: {error}") from error
-    if array.ndim != 1:
-        raise InvalidMetadata(field, f"has {array.ndim} dimensions, must have 1")
-    if array.size and (array.min() < 0 or array.max() > INT32_MAX):
-        at = int(np.flatnonzero((array < 0) | (array > INT32_MAX))[0])
-        raise InvalidMetadata(f"{field}[{at}]", f"is {array[at]}, must be between 0 and {INT32_MAX}")
-    return array.astype(np.int32)
 
 
 def _digest_bytes(index: int, digest: str) -> bytes:
