@@ -67,8 +67,16 @@ class Transfer(Protocol):
         """
         ...
 
+    async def fetch_all(self, refs: Sequence[TensorRef], *, first: int = 0, timeout: float | None = None) -> list[Slot]:
+        """Fetch several tensors as ``fetch`` does one; memory for them is taken all at once, and all arrive or none."""
+        ...
+
+    def decline(self, ref: TensorRef) -> None:
+        """Tell the offering process that nobody will fetch ``ref``. Costs nothing when it cannot be told: offers expire."""
+        ...
+
     def keep(self, digest: str, slot: Slot) -> None:
-        """Remember the content of ``slot`` under ``digest`` for as long as the memory is not needed for something else."""
+        """Remember the content of ``slot`` under ``digest`` for as long as its memory is not needed otherwise."""
         ...
 
     def find(self, digest: str) -> Slot | None:

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiving side of transfers: a state machine without clock, socket or memory traffic of its own.
+
+    MEMORY -> PEER -> MOVING -> (CHECKING ->) over
+
+A fetch whose bytes may still arrive after it failed keeps its slot, in quarantine, until the peer has said its last
+word on it, or is dead and what it left in the sockets has been read.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from ..contract.errors import TransferError
+from ..contract.handoff import TensorRef
+from .arena import Arena, Content, Hold, Waiter
+from .config import GRANULE
+from .control import Link
+from .offers import slot_index
+from .protocol import Cancel, Check, Done, Ended, Hello, Message, Pull, Reading
+
+Way = Literal["map", "read", "write"]
+
+
+class FetchState(enum.Enum):
+    MEMORY = "memory"
+    PEER = "peer"
+    MOVING = "moving"
+    CHECKING = "checking"
+    OVER = "over"
+
+
+class Source(Protocol):
+    """A connected peer that offers, as the machine sees it."""
+
+    link: Link
+    hello: Hello
+    address: str
+    way: Way
+
+
+@dataclass(eq=False)
+class Watcher:
+    """One caller that wants the outcome of a fetch: a hold on the slot, or an error, by ``deadline`` at the latest."""
+
+    deadline: float
+    done: Callable[[Hold | TransferError], None]
+
+
+@dataclass(eq=False)
+class Fetch:
+    """One transfer into this process.
+
+    Attributes:
+        skip: bytes of the offered tensor that are left out at its start.
+        request: number of the pull, and of the check.
+        busy: the data plane, or this process's own copy, is using the slot.
+        granted: the peer may write to the slot until it says ``Ended``.
+    """
+
+    ref: TensorRef
+    skip: int
+    nbytes: int
+    content: Content
+    request: int
+    watchers: dict[Watcher, None] = field(default_factory=dict)
+    state: FetchState = FetchState.MEMORY
+    slot: Hold | None = None
+    source: Source | None = None
+    busy: bool = False
+    granted: bool = False
+    memory: Waiter | None = None
+    ours: bytes | None = None
+    theirs: bytes | None = None
+
+
+class FetchEffects(Protocol):
+    """What the machine has done for it."""
+
+    def connect(self, fetch: Fetch) -> None:
+        """Call ``Fetches.connected`` or ``Fetches.failed``, now or later."""
+        ...
+
+    def move(self, fetch: Fetch) -> None:
+        """Copy or read the bytes, by ``fetch.source.way``; call ``Fetches.moved`` once the slot is not in use."""
+        ...
+
+    def send(self, link: Link, message: Message) -> None: ...
+
+    def expect(self, nbytes: int, on: bool) -> None:
+        """The data plane must (not) make progress for a peer that writes."""
+        ...
+
+    def sum_slot(self, fetch: Fetch) -> None:
+        """Call ``Fetches.summed`` with the BLAKE3 of the slot's bytes."""
+        ...
+
+    def over(self, fetch: Fetch, error: TransferError | None) -> None:
+        """The fetch has ended, one way or the other; nobody can join it any more."""
+        ...
+
+
+class Fetches:
+    """All fetches of a process.
+
+    Args:
+        verify: compare checksums.
+        settle: seconds for which a slot stays in quarantine after the death of the peer that could write to it.
+    """
+
+    def __init__(self, arena: Arena, effects: FetchEffects, verify: bool, settle: float):
+        self._arena = arena
+        self._effects = effects
+        self._verify = verify
+        self._settle = settle
+        self._requests = 0
+        self._active: dict[Fetch, None] = {}
+        self._whole: dict[str, Fetch] = {}  # by digest: what another caller may join
+        self._granted: dict[int, Fetch] = {}  # by request: the peer has not said its last word
+        self._checks: dict[int, Fetch] = {}
+        self._settling: dict[Fetch, float] = {}
+
+    @property
+    def busy(self) -> bool:
+        """True while ``poll`` has something to watch."""
+        return bool(self._active or self._settling)
+
+    @property
+    def quarantined(self) -> int:
+        """Fetches that are over but whose slot a peer may still write to."""
+        return sum(f.state is FetchState.OVER for f in self._granted.values()) + len(self._settling)
+
+    def joinable(self, digest: str) -> Fetch | None:
+        """The fetch under way that brings the whole tensor of ``digest``."""
+        return self._whole.get(digest)
+
+    def start(self, wanted: Sequence[tuple[TensorRef, int]], watchers: Sequence[Watcher]) -> list[Fetch]:
+        """Begin one fetch per ``(ref, bytes to skip)``, each with its first watcher; memory comes for all or for none.
+
+        Raises:
+            TransferError: ``too_large``; nothing was begun.
+        """
+        fetches = []
+        for (ref, skip), watcher in zip(wanted, watchers, strict=True):
+            self._requests += 1
+            row = ref.nbytes // ref.shape[0]
+            content = Content((ref.shape[0] - skip // row, *ref.shape[1:]), ref.dtype)
+            fetches.append(Fetch(ref, skip, ref.nbytes - skip, content, self._requests, {watcher: None}))
+        sizes = [fetch.nbytes for fetch in fetches]
+        slots = self._arena.take(sizes)
+        self._active.update(dict.fromkeys(fetches))
+        self._whole.update((fetch.ref.digest, fetch) for fetch in fetches if not fetch.skip)
+        if slots is None:
+            waiter = Waiter(sizes, watchers[0].deadline, lambda result: self._remembered(fetches, result))
+            for fetch in fetches:
+                fetch.memory = waiter
+            self._arena.wait(waiter)
+        else:
+            self._remembered(fetches, slots)
+        return fetches
+
+    def watch(self, fetch: Fetch, watcher: Watcher) -> None:
+        """One more caller wants the outcome of ``fetch``, which is not over."""
+        fetch.watchers[watcher] = None
+
+    def unwatch(self, fetch: Fetch, watcher: Watcher) -> None:
+        """A caller is not interested any more; the last one's leaving cancels the fetch."""
+        if fetch.watchers.pop(watcher, watcher) is None and not fetch.watchers:
+            self._fail(fetch, TransferError("cancelled", "the fetch was cancelled"))
+
+    def connected(self, fetch: Fetch, source: Source) -> None:
+        """The peer that ``fetch`` needs is there."""
+        if fetch.state is not FetchState.PEER:
+            return
+        ref, hello = fetch.ref, source.hello
+        if ref.agent != hello.agent:
+            gone = f"agent {ref.agent} is gone; {hello.agent} answers at {ref.endpoint}"
+            self._fail(fetch, TransferError("peer_lost", gone))
+            return
+        if slot_index(ref.offer) * GRANULE + ref.nbytes > hello.size:
+            self._fail(fetch, TransferError("protocol", f"offer {ref.offer} lies outside the arena of {ref.agent}"))
+            return
+        fetch.source, fetch.state = source, FetchState.MOVING
+        slot = fetch.slot
+        if source.way == "write" and slot is not None:
+            fetch.granted = True
+            self._granted[fetch.request] = fetch
+            self._effects.expect(fetch.nbytes, True)
+            target = slot.allocation.index * GRANULE
+            self._send(fetch, Pull(fetch.request, ref.offer, ref.generation, fetch.skip, fetch.nbytes, target))
+            return
+        if source.way == "read":
+            self._send(fetch, Reading(ref.offer, ref.generation))
+        if fetch.state is FetchState.MOVING:
+            fetch.busy = True
+            self._effects.move(fetch)
+
+    def failed(self, fetch: Fetch, error: TransferError) -> None:
+        """The peer that ``fetch`` needs cannot be reached."""
+        self._fail(fetch, error)
+
+    def moved(self, fetch: Fetch, error: TransferError | None) -> None:
+        """The slot is not in use by this side's copy or read any more."""
+        fetch.busy = False
+        if fetch.state is FetchState.OVER:
+            self._free(fetch)
+        elif error is not None:
+            self._fail(fetch, error)
+        else:
+            self._arrived(fetch)
+
+    def ended(self, source: Source, message: Ended, now: float) -> None:
+        """The peer's last word on a pull."""
+        fetch = self._granted.get(message.request)
+        if fetch is None or fetch.ref.agent != source.hello.agent:
+            return  # stale, or a duplicate
+        if message.outcome == "failed":
+            self._release_later(fetch, now)
+        else:
+            self._ungrant(fetch)
+        if fetch.state is FetchState.OVER:
+            self._free(fetch)
+        elif message.outcome == "written":
+            self._arrived(fetch)
+        else:
+            reason = "peer_lost" if message.outcome == "failed" else message.outcome
+            self._fail(fetch, TransferError(reason, message.detail or f"the peer answered {message.outcome}"))
+
+    def checked(self, source: Source, checksum: bytes, request: int) -> None:
+        """The peer's checksum."""
+        fetch = self._checks.get(request)
+        if fetch is not None and fetch.ref.agent == source.hello.agent:
+            fetch.theirs = checksum
+            self._compare(fetch)
+
+    def summed(self, fetch: Fetch, checksum: bytes) -> None:
+        """This side's checksum."""
+        fetch.busy = False
+        if fetch.state is FetchState.OVER:
+            self._free(fetch)
+        else:
+            fetch.ours = checksum
+            self._compare(fetch)
+
+    def lost(self, source: Source, error: TransferError, dead: bool, now: float) -> None:
+        """The link to a peer is gone; see ``LinkHandler.lost`` for ``dead``."""
+        for fetch in [f for f in self._active if f.source is source]:
+            # A copy out of mapped memory needs the peer no more.
+            if source.way != "map" or fetch.state is not FetchState.MOVING:
+                self._fail(fetch, error)
+        if dead:
+            self._died([f for f in self._granted.values() if f.ref.agent == source.hello.agent], now)
+
+    def met(self, source: Source, now: float) -> None:
+        """A link was made: settle what an earlier one left open.
+
+        The same process is asked for its last words; where another answers, the one before it is dead.
+        """
+        left = [f for f in self._granted.values() if f.state is FetchState.OVER]
+        for fetch in left:
+            if fetch.ref.agent == source.hello.agent:
+                self._send(fetch, Cancel(fetch.request), source.link)
+        agent, address = source.hello.agent, source.address
+        self._died([f for f in left if f.ref.endpoint == address and f.ref.agent != agent], now)
+
+    def poll(self, now: float) -> None:
+        """Fail the callers whose deadline has passed; free the slots whose quarantine is over."""
+        for fetch in list(self._active):
+            late = [watcher for watcher in fetch.watchers if watcher.deadline <= now]
+            if late:
+                text = (
+                    f"{fetch.nbytes} bytes from {fetch.ref.endpoint} did not arrive in time (state {fetch.state.value})"
+                )
+                for watcher in late:
+                    del fetch.watchers[watcher]
+                    watcher.done(TransferError("timeout", text))
+                if not fetch.watchers:
+                    self._fail(fetch, TransferError("timeout", text))
+        for fetch in [f for f, until in self._settling.items() if until <= now]:
+            del self._settling[fetch]
+            self._effects.expect(fetch.nbytes, False)
+            self._free(fetch)
+
+    def close(self) -> None:
+        """Fail everything that is in flight."""
+        for fetch in list(self._active):
+            self._fail(fetch, TransferError("cancelled", "the transfer layer was closed"))
+
+    def _remembered(self, fetches: list[Fetch], result: list[Hold] | TransferError) -> None:
+        for i, fetch in enumerate(fetches):
+            fetch.memory = None
+            if isinstance(result, TransferError):
+                self._fail(fetch, result)
+            elif fetch.state is FetchState.OVER:
+                result[i].release()
+            else:
+                fetch.slot, fetch.state = result[i], FetchState.PEER
+                self._effects.connect(fetch)
+
+    def _arrived(self, fetch: Fetch) -> None:
+        if not self._verify:
+            self._complete(fetch)
+            return
+        fetch.state, fetch.busy = FetchState.CHECKING, True
+        self._checks[fetch.request] = fetch
+        self._effects.sum_slot(fetch)
+        ref = fetch.ref
+        self._send(fetch, Check(fetch.request, ref.offer, ref.generation, fetch.skip, fetch.nbytes))
+
+    def _compare(self, fetch: Fetch) -> None:
+        if fetch.ours is None or fetch.theirs is None:
+            return
+        if not fetch.theirs:
+            self._fail(fetch, TransferError("expired", "the offer ended before its bytes could be verified"))
+        elif fetch.ours != fetch.theirs:
+            self._fail(
+                fetch, TransferError("checksum", f"{fetch.nbytes} bytes from {fetch.ref.endpoint} arrived changed")
+            )
+        else:
+            self._complete(fetch)
+
+    def _complete(self, fetch: Fetch) -> None:
+        slot = fetch.slot
+        if slot is None:
+            return
+        slot.allocation.content = fetch.content
+        watchers = list(fetch.watchers)
+        self._over(fetch, None)
+        self._send(fetch, Done(fetch.ref.offer, fetch.ref.generation))
+        for watcher in watchers:
+            watcher.done(slot.hold())
+        self._free(fetch)
+
+    def _fail(self, fetch: Fetch, error: TransferError) -> None:
+        if fetch.state is FetchState.OVER:
+            return
+        watchers = list(fetch.watchers)
+        self._over(fetch, error)
+        if fetch.source is not None:
+            if fetch.granted:
+                self._send(fetch, Cancel(fetch.request))
+            self._send(fetch, Done(fetch.ref.offer, fetch.ref.generation))
+        if fetch.memory is not None and all(f.state is FetchState.OVER for f in self._sharing(fetch.memory)):
+            self._arena.forget(fetch.memory)
+        for watcher in watchers:
+            watcher.done(TransferError(error.reason, str(error)))
+        self._free(fetch)
+
+    def _sharing(self, memory: Waiter) -> list[Fetch]:
+        return [fetch for fetch in self._active if fetch.memory is memory]
+
+    def _over(self, fetch: Fetch, error: TransferError | None) -> None:
+        fetch.state = FetchState.OVER
+        fetch.watchers.clear()
+        del self._active[fetch]
+        self._checks.pop(fetch.request, None)
+        if self._whole.get(fetch.ref.digest) is fetch:
+            del self._whole[fetch.ref.digest]
+        self._effects.over(fetch, error)
+
+    def _free(self, fetch: Fetch) -> None:
+        """Give the slot back, or leave it in quarantine while something may still write to it."""
+        if fetch.slot is None:
+            return
+        if fetch.busy or fetch.granted or fetch in self._settling:
+            self._arena.quarantine(fetch.slot.allocation)
+        else:
+            fetch.slot.release()
+            fetch.slot = None
+
+    def _ungrant(self, fetch: Fetch) -> None:
+        del self._granted[fetch.request]
+        fetch.granted = False
+        self._effects.expect(fetch.nbytes, False)
+
+    def _release_later(self, fetch: Fetch, now: float) -> None:
+        # What a peer sent before its end may still be in the sockets, and is written when the data plane reads them.
+        del self._granted[fetch.request]
+        fetch.granted = False
+        self._settling[fetch] = now + self._settle
+
+    def _died(self, fetches: list[Fetch], now: float) -> None:
+        for fetch in fetches:
+            self._release_later(fetch, now)
+
+    def _send(self, fetch: Fetch, message: Message, link: Link | None = None) -> None:
+        if link is None:
+            if fetch.source is None:
+                return
+            link = fetch.source.link
+        try:
+            self._effects.send(link, message)
+        except TransferError as error:
+            self._fail(fetch, error)

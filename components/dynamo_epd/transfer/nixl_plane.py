@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data plane on NIXL with UCX.
+
+One thread owns the agent. It sleeps while nothing is in flight, so an idle process costs nothing; there is no progress
+thread, and the event loop never runs a copy, nor waits for a peer that has stopped. Memory is registered once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..contract.errors import ConfigError
+from .memory import SCRATCH_WORDS, Region
+from .plane import Ended, Move, Place
+
+logger = logging.getLogger(__name__)
+
+_SEGMENT = {"host": "DRAM", "cuda": "VRAM"}
+_SPIN_S = 0.002
+_SPIN_BYTES_PER_S = 5e8
+_NAP_S = (0.0002, 0.02)
+# A dead peer's moves end by themselves as soon as its sockets are seen to be closed.
+_LEAVE_S = 2.0
+
+
+@dataclass(eq=False)
+class _Job:
+    number: int
+    move: Move
+    ended: Ended
+    handle: Any = None
+    scratch: int = -1
+    checking: bool = False
+    cancelled: bool = False
+
+
+class NixlPlane:
+    """A ``DataPlane``. Made on the event loop's thread or another; used from the event loop only.
+
+    Raises:
+        ConfigError: NIXL or its UCX backend cannot be used.
+    """
+
+    def __init__(self, name: str, region: Region, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._region = region
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._numbers = itertools.count(1)
+        self._jobs: dict[int, _Job] = {}
+        self._waiting: deque[_Job] = deque()
+        self._scratch = list(range(SCRATCH_WORDS))
+        self._loaded: dict[str, int] = {}
+        self._leaving: dict[str, float] = {}
+        self._expected = 0
+        self._expected_bytes = 0
+        self._stopping = False
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+
+            self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+            self._registered = [
+                self._agent.register_memory([(address, nbytes, device, "")], _SEGMENT[kind])
+                for address, nbytes, device, kind in _regions(region)
+            ]
+            self.metadata: bytes = self._agent.get_agent_metadata()
+        except Exception as error:  # NIXL raises several unrelated types, RuntimeError and its own among them
+            raise ConfigError(f"NIXL cannot be used for transfers: {error}") from error
+        self._thread = threading.Thread(target=self._run, name="epd-transfer", daemon=True)
+        self._thread.start()
+
+    def load(self, agent: str, metadata: bytes, ended: Ended) -> None:
+        self._commands.put(lambda: self._load(agent, metadata, ended))
+
+    def forget(self, agent: str) -> None:
+        self._commands.put(lambda: self._forget(agent))
+
+    def move(self, move: Move, ended: Ended) -> int:
+        job = _Job(next(self._numbers), move, ended)
+        self._commands.put(lambda: self._accept(job))
+        return job.number
+
+    def cancel(self, number: int) -> None:
+        self._commands.put(lambda: self._cancel(number))
+
+    def expect(self, nbytes: int) -> None:
+        self._commands.put(lambda: self._expect(1, nbytes))
+
+    def unexpect(self, nbytes: int) -> None:
+        self._commands.put(lambda: self._expect(-1, -nbytes))
+
+    def close(self) -> None:
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    # What follows runs on the thread.
+
+    def _run(self) -> None:
+        nap, spin_until = _NAP_S[0], 0.0
+        while not self._stopping:
+            busy = bool(self._jobs or self._expected or self._leaving)
+            now = time.monotonic()
+            try:
+                if not busy:
+                    command = self._commands.get()
+                elif now < spin_until:
+                    command = self._commands.get_nowait()
+                else:
+                    command = self._commands.get(timeout=nap)
+            except queue.Empty:
+                if now >= spin_until:
+                    nap = min(nap * 2, _NAP_S[1])
+            else:
+                command()
+                nap = _NAP_S[0]
+                nbytes = self._expected_bytes + sum(job.move.nbytes for job in self._jobs.values())
+                spin_until = time.monotonic() + _SPIN_S + nbytes / _SPIN_BYTES_PER_S
+            if self._jobs or self._expected:
+                self._progress()
+            if self._leaving:
+                self._leave(now)
+        self._shut()
+
+    def _progress(self) -> None:
+        # Asking for notifications drives the UCX worker; nobody sends any, and none are kept.
+        self._agent.get_new_notifs()
+        for job in list(self._jobs.values()):
+            try:
+                state = self._agent.check_xfer_state(job.handle)
+            except Exception as error:
+                self._finish(job, f"transfer failed: {error}")
+                continue
+            if state == "DONE":
+                self._advance(job)
+            elif state != "PROC":
+                self._finish(job, f"transfer failed in state {state}")
+
+    def _accept(self, job: _Job) -> None:
+        if job.move.word:
+            if not self._scratch:
+                self._waiting.append(job)
+                return
+            job.scratch = self._scratch.pop()
+        self._post(job, job.move.local, job.move.remote, job.move.nbytes)
+
+    def _post(self, job: _Job, local: Place, remote: Place, nbytes: int) -> None:
+        agent = self._agent
+        self._jobs[job.number] = job
+        try:
+            job.handle = agent.initialize_xfer(
+                job.move.op.upper(),
+                agent.get_xfer_descs([(local.address, nbytes, local.device)], _SEGMENT[local.kind]),
+                agent.get_xfer_descs([(remote.address, nbytes, remote.device)], _SEGMENT[remote.kind]),
+                job.move.agent,
+            )
+            state = agent.transfer(job.handle)
+        except Exception as error:
+            self._finish(job, f"transfer failed: {error}")
+            return
+        if state == "DONE":
+            self._advance(job)
+        elif state != "PROC":
+            self._finish(job, f"transfer failed in state {state}")
+
+    def _advance(self, job: _Job) -> None:
+        move = job.move
+        if not move.word:
+            self._finish(job, "")
+        elif job.checking:
+            self._finish(job, "" if int(self._region.scratch[job.scratch]) == move.generation else "generation")
+        else:
+            job.checking = True
+            self._release(job)
+            word = self._region.scratch[job.scratch :]
+            self._post(job, Place(word.ctypes.data), Place(move.word), 8)
+
+    def _finish(self, job: _Job, error: str) -> None:
+        self._jobs.pop(job.number, None)
+        self._release(job)
+        if job.scratch >= 0:
+            self._scratch.append(job.scratch)
+            job.scratch = -1
+        self._tell(job.ended, error)
+        if self._waiting and self._scratch:
+            self._accept(self._waiting.popleft())
+
+    def _release(self, job: _Job) -> None:
+        handle, job.handle = job.handle, None
+        if handle is not None:
+            with contextlib.suppress(Exception):  # NIXL keeps a handle that it cannot release yet, and says so itself
+                handle.release()
+
+    def _cancel(self, number: int) -> None:
+        for job in self._waiting:
+            if job.number == number:
+                self._waiting.remove(job)
+                self._tell(job.ended, "cancelled")
+                return
+
+    def _expect(self, count: int, nbytes: int) -> None:
+        self._expected += count
+        self._expected_bytes += nbytes
+
+    def _load(self, agent: str, metadata: bytes, ended: Ended) -> None:
+        error = ""
+        if self._leaving.pop(agent, None) is not None:
+            self._loaded[agent] -= 1
+        if not self._loaded.get(agent):
+            try:
+                name = self._agent.add_remote_agent(metadata)
+                if (name.decode() if isinstance(name, bytes) else name) != agent:
+                    error = f"metadata of agent {name!r} came from {agent!r}"
+                    self._agent.remove_remote_agent(name)
+                else:
+                    self._agent.make_connection(agent)
+            except Exception as fault:
+                error = f"cannot connect the data plane to {agent}: {fault}"
+        if not error:
+            self._loaded[agent] = self._loaded.get(agent, 0) + 1
+        self._tell(ended, error)
+
+    def _forget(self, agent: str) -> None:
+        count = self._loaded.get(agent, 0)
+        if count > 1:
+            self._loaded[agent] = count - 1
+        elif count:
+            self._leaving[agent] = time.monotonic() + _LEAVE_S
+
+    def _leave(self, now: float) -> None:
+        """Drop the peers that are to be forgotten, once nothing is in flight with them."""
+        active = {job.move.agent for job in self._jobs.values()}
+        for agent, deadline in list(self._leaving.items()):
+            if agent in active and now < deadline:
+                continue
+            del self._leaving[agent], self._loaded[agent]
+            with contextlib.suppress(Exception):  # NIXL may have dropped a dead peer by itself
+                self._agent.remove_remote_agent(agent)
+            # Closing its endpoint took the memory from whatever was still in flight.
+            for job in [job for job in self._jobs.values() if job.move.agent == agent]:
+                self._finish(job, "the peer is gone")
+
+    def _tell(self, ended: Ended, error: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            self._loop.call_soon_threadsafe(ended, error)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _shut(self) -> None:
+        for job in [*self._jobs.values(), *self._waiting]:
+            self._finish(job, "the transfer layer was closed")
+        for agent in self._loaded:
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(agent)
+        for descriptors in self._registered:
+            with contextlib.suppress(Exception):
+                self._agent.deregister_memory(descriptors)
+        del self._agent
+
+
+def _regions(region: Region) -> list[tuple[int, int, int, str]]:
+    """``(address, bytes, device, kind)`` to register: two where the payload is not in host memory."""
+    table = region.table.ctypes.data + region.table.nbytes - region.table_base
+    if region.kind == "host":
+        return [(region.table_base, region.base + region.size - region.table_base, 0, "host")]
+    return [(region.table_base, table, 0, "host"), (region.base, region.size, region.device, region.kind)]

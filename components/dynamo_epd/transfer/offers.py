@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The offering side of transfers: a state machine without clock, socket or memory traffic of its own.
+
+An offer is OPEN until a receiver asks for it, SERVING while that one takes it, and then over. A write that was started
+for a receiver outlives its offer: it has its own hold on the slot until the fabric is done with the memory.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from .arena import Hold
+from .config import GRANULE
+from .control import Link
+from .protocol import Cancel, Check, Done, Ended, Hello, Message, Outcome, Pull, Reading
+
+_INDEX_BITS = 24
+
+
+def offer_number(sequence: int, index: int) -> int:
+    """Number of an offer whose slot starts at granule ``index``: with it, a receiver can read without asking first."""
+    return sequence << _INDEX_BITS | index
+
+
+def slot_index(offer: int) -> int:
+    """The granule at which the offered slot starts."""
+    return offer & ((1 << _INDEX_BITS) - 1)
+
+
+class OfferState(enum.Enum):
+    OPEN = "open"
+    SERVING = "serving"
+
+
+class Receiver(Protocol):
+    """A peer that may take offers, as the machine sees it."""
+
+    link: Link
+    hello: Hello
+
+
+@dataclass(eq=False)
+class Offer:
+    number: int
+    slot: Hold
+    nbytes: int
+    deadline: float
+    state: OfferState = OfferState.OPEN
+    receiver: Receiver | None = None
+    reading: bool = False
+
+
+@dataclass(eq=False)
+class Write:
+    """Bytes on their way to a receiver's slot, in answer to one ``Pull``."""
+
+    receiver: Receiver
+    request: int
+    slot: Hold
+    skip: int
+    nbytes: int
+    target: int
+
+
+class OfferEffects(Protocol):
+    """What the machine has done for it."""
+
+    def send(self, link: Link, message: Message) -> None: ...
+
+    def write(self, write: Write) -> None:
+        """Start a write; ``Offers.written`` is called once when the memory is no longer in use."""
+        ...
+
+    def abort(self, write: Write) -> None:
+        """Hurry the end of a write."""
+        ...
+
+    def checksum(self, receiver: Receiver, request: int, slot: Hold | None, skip: int, nbytes: int) -> None:
+        """Answer with ``Checked`` and release ``slot``; with an empty checksum where there is no slot."""
+        ...
+
+    def expect(self, nbytes: int, on: bool) -> None:
+        """The data plane must (not) make progress for a peer that reads."""
+        ...
+
+
+class Offers:
+    """All offers of a process.
+
+    Args:
+        ttl: seconds that an offer stays open.
+        timeout: seconds that a receiver may take over an offer.
+    """
+
+    def __init__(self, effects: OfferEffects, ttl: float, timeout: float):
+        self._effects = effects
+        self._ttl = ttl
+        self._timeout = timeout
+        self._sequence = 0
+        # Deadlines only grow within each state, so the first of each is the next to end.
+        self._offers: dict[OfferState, dict[int, Offer]] = {state: {} for state in OfferState}
+        self._writes: dict[tuple[str, int], Write] = {}
+        self._newest: dict[Receiver, int] = {}  # the highest request of each receiver that was begun or cancelled
+        self.expired = 0
+
+    def count(self, state: OfferState) -> int:
+        """Offers in ``state`` now."""
+        return len(self._offers[state])
+
+    @property
+    def writing(self) -> int:
+        """Writes whose memory is in use now."""
+        return len(self._writes)
+
+    @property
+    def busy(self) -> bool:
+        """True while ``poll`` has something to watch."""
+        return any(self._offers.values())
+
+    def add(self, slot: Hold, nbytes: int, now: float) -> int:
+        """Offer the first ``nbytes`` of ``slot``, which gets a hold of its own; returns the offer's number."""
+        self._sequence += 1
+        number = offer_number(self._sequence, slot.allocation.index)
+        self._offers[OfferState.OPEN][number] = Offer(number, slot.hold(), nbytes, now + self._ttl)
+        return number
+
+    def withdraw(self, number: int) -> None:
+        """End an offer; nothing happens when it has ended already."""
+        for offers in self._offers.values():
+            if number in offers:
+                self._end(offers[number])
+                return
+
+    def pull(self, receiver: Receiver, message: Pull, now: float) -> None:
+        if message.request <= self._newest.get(receiver, -1):
+            return  # a duplicate, or cancelled before it came: its last word is said or will be
+        self._newest[receiver] = message.request
+        offer, refusal = self._find(receiver, message.offer, message.generation)
+        if offer is not None and (
+            message.skip + message.nbytes > offer.nbytes
+            or message.target % GRANULE
+            or message.target + message.nbytes > receiver.hello.size
+        ):
+            offer, refusal = None, "protocol"
+        if offer is None:
+            detail = f"offer {message.offer} cannot be pulled: {refusal}"
+            self._effects.send(receiver.link, Ended(message.request, refusal, detail))
+            return
+        self._serve(offer, receiver, now)
+        write = Write(receiver, message.request, offer.slot.hold(), message.skip, message.nbytes, message.target)
+        self._writes[receiver.hello.agent, message.request] = write
+        self._effects.write(write)
+
+    def reading(self, receiver: Receiver, message: Reading, now: float) -> None:
+        offer, _ = self._find(receiver, message.offer, message.generation)
+        if offer is not None:
+            self._serve(offer, receiver, now)
+            if not offer.reading:
+                offer.reading = True
+                self._effects.expect(offer.nbytes, True)
+
+    def cancel(self, receiver: Receiver, message: Cancel) -> None:
+        self._newest[receiver] = max(message.request, self._newest.get(receiver, -1))
+        write = self._writes.get((receiver.hello.agent, message.request))
+        if write is None:
+            self._effects.send(receiver.link, Ended(message.request, "cancelled"))
+        else:
+            # The answer goes to whoever asks now: the link of the pull may be gone.
+            write.receiver = receiver
+            self._effects.abort(write)
+
+    def written(self, write: Write, error: str) -> None:
+        """The memory of ``write`` is no longer in use; ``error`` is empty when all bytes are at the receiver."""
+        self._writes.pop((write.receiver.hello.agent, write.request), None)
+        write.slot.release()
+        outcome: Outcome = "cancelled" if error == "cancelled" else "failed" if error else "written"
+        self._effects.send(write.receiver.link, Ended(write.request, outcome, error[:200]))
+
+    def check(self, receiver: Receiver, message: Check) -> None:
+        offer, _ = self._find(receiver, message.offer, message.generation)
+        if offer is None or message.skip + message.nbytes > offer.nbytes:
+            self._effects.checksum(receiver, message.request, None, 0, 0)
+        else:
+            self._effects.checksum(receiver, message.request, offer.slot.hold(), message.skip, message.nbytes)
+
+    def done(self, receiver: Receiver, message: Done) -> None:
+        offer, _ = self._find(receiver, message.offer, message.generation)
+        if offer is not None:
+            self._end(offer)
+
+    def lost(self, receiver: Receiver) -> None:
+        """The receiver's link is gone: what it was taking ends."""
+        self._newest.pop(receiver, None)
+        for offer in [o for o in self._offers[OfferState.SERVING].values() if o.receiver is receiver]:
+            self._end(offer)
+        for write in [w for w in self._writes.values() if w.receiver is receiver]:
+            self._effects.abort(write)
+
+    def poll(self, now: float) -> None:
+        """End the offers whose deadline has passed."""
+        for state, offers in self._offers.items():
+            while offers:
+                offer = next(iter(offers.values()))
+                if offer.deadline > now:
+                    break
+                self.expired += state is OfferState.OPEN
+                self._end(offer)
+
+    def close(self) -> None:
+        """End all offers."""
+        for offers in self._offers.values():
+            for offer in list(offers.values()):
+                self._end(offer)
+
+    def _find(self, receiver: Receiver, number: int, generation: int) -> tuple[Offer | None, Outcome]:
+        for offers in self._offers.values():
+            offer = offers.get(number)
+            if offer is not None:
+                if offer.slot.allocation.generation != generation:
+                    return None, "generation"
+                if offer.receiver not in (None, receiver):
+                    return None, "protocol"
+                return offer, "written"
+        return None, "expired"
+
+    def _serve(self, offer: Offer, receiver: Receiver, now: float) -> None:
+        del self._offers[offer.state][offer.number]
+        offer.state, offer.receiver, offer.deadline = OfferState.SERVING, receiver, now + self._timeout
+        self._offers[OfferState.SERVING][offer.number] = offer
+
+    def _end(self, offer: Offer) -> None:
+        del self._offers[offer.state][offer.number]
+        if offer.reading:
+            self._effects.expect(offer.nbytes, False)
+        offer.slot.release()

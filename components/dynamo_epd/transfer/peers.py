@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connected peer, and how the way in which its bytes come here is chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from ..contract.errors import TransferError
+from .config import Mode, shared_memory_allowed
+from .control import Link
+from .fetches import Way
+from .memory import MAGIC, NONCE_BYTES, Mapped, Region, map_region
+from .plane import DataPlane, Move, Place
+from .protocol import AnyMessage, Hello, Wire
+
+logger = logging.getLogger(__name__)
+
+_HEADER_BYTES = len(MAGIC) + NONCE_BYTES
+_PATIENCE_S = 0.03
+"""A read that the fabric does by itself takes microseconds; one that needs the peer's CPU never ends without it."""
+
+
+class Owner(Protocol):
+    """The endpoint, as a peer sees it."""
+
+    def greeted(self, peer: Peer) -> None: ...
+
+    def dispatch(self, peer: Peer, message: AnyMessage) -> None: ...
+
+    def faulted(self, peer: Peer, error: TransferError) -> None: ...
+
+    def lost(self, peer: Peer, error: TransferError, dead: bool) -> None: ...
+
+
+class Peer:
+    """One link and who is at its other end; the ``LinkHandler`` of the link.
+
+    Attributes:
+        address: where the peer was dialled; empty for one that dialled this process.
+        hello: what it said of itself; set before anything but ``greeted`` is told of it.
+        way: how its bytes come here; for dialled peers.
+        mapped: its memory, where ``way`` is ``map``.
+        loaded: the data plane knows it.
+        wired: the data plane makes progress for it.
+        fault: what it did wrong; nothing more is read from it.
+    """
+
+    def __init__(self, owner: Owner, address: str = ""):
+        self.address = address
+        self.link: Link
+        self.hello: Hello
+        self.way: Way = "write"
+        self.mapped: Mapped | None = None
+        self.loaded = False
+        self.wired = False
+        self.fault: TransferError | None = None
+        self.alive = False
+        self.answers: dict[int, asyncio.Future[str]] = {}
+        self._owner = owner
+        self._requests = 0
+
+    def received(self, link: Link, message: AnyMessage) -> None:
+        if self.alive:
+            self._owner.dispatch(self, message)
+        elif isinstance(message, Hello):
+            self.link, self.hello, self.alive = link, message, True
+            self._owner.greeted(self)
+        else:
+            raise TransferError("protocol", f"{type(message).__name__} came before Hello")
+
+    def faulted(self, link: Link, error: TransferError) -> None:
+        self.fault, self.link = error, link
+        self._owner.faulted(self, error)
+
+    def lost(self, link: Link, error: TransferError, dead: bool) -> None:
+        for answer in self.answers.values():
+            if not answer.done():
+                answer.set_exception(TransferError(error.reason, str(error)))
+        self._owner.lost(self, self.fault or error, dead)
+        self.alive = False
+
+    async def wire(self, on: bool) -> None:
+        """Have the peer drive its data plane for this process, or stop doing so; returns when it does.
+
+        Raises:
+            TransferError: it cannot, or is gone.
+        """
+        self._requests += 1
+        answer = asyncio.get_running_loop().create_future()
+        self.answers[self._requests] = answer
+        try:
+            self.link.send(Wire(self._requests, on))
+            if error := await answer:
+                raise TransferError("peer_lost", error)
+        finally:
+            self.answers.pop(self._requests, None)
+
+
+async def choose_way(
+    peer: Peer, own: Hello, mode: Mode, region: Region, plane: DataPlane | None, probing: asyncio.Lock
+) -> None:
+    """Connect the data plane to a peer that was just dialled, and set ``peer.way``.
+
+    Memory of the same machine is mapped. Otherwise a small read is tried while the peer does not drive its data plane:
+    it succeeds exactly where the fabric (RDMA, NVLink, ``cma``) reads without the peer's help. Where it does not, a
+    write by the peer is faster.
+
+    Args:
+        probing: held while the region's probe words are in use.
+
+    Raises:
+        TransferError: no way that ``mode`` allows works.
+    """
+    hello, loop = peer.hello, asyncio.get_running_loop()
+    if mode in ("auto", "map"):
+        local = hello.machine == own.machine and hello.kind == own.kind == "host"
+        if local and (mode == "map" or shared_memory_allowed()):
+            try:
+                peer.mapped = await loop.run_in_executor(None, map_region, hello.pid, hello.fd, hello.size, hello.nonce)
+                peer.way = "map"
+                return
+            except TransferError as error:
+                if mode == "map":
+                    raise
+                logger.info("memory of %s is not shared with this process: %s", hello.agent, error)
+        elif mode == "map":
+            raise TransferError(
+                "protocol", f"{hello.agent} is not on this machine: transfer mode 'map' cannot reach it"
+            )
+    if plane is None or not hello.metadata:
+        raise TransferError("protocol", f"{hello.agent} or this process runs without NIXL: set the same transfer mode")
+    await _ended(lambda ended: plane.load(hello.agent, hello.metadata, ended))
+    peer.loaded = True
+    await peer.wire(True)
+    try:
+        async with probing:
+            await _probe(peer, region, plane)
+            if mode == "auto":
+                await peer.wire(False)
+                peer.way = "read" if await _reads_alone(peer, region, plane) else "write"
+            else:
+                peer.way = "read" if mode == "read" else "write"
+    finally:
+        await peer.wire(False)
+
+
+async def _probe(peer: Peer, region: Region, plane: DataPlane) -> None:
+    """Read the peer's header; the first transfer also makes the connection."""
+    hello, words = peer.hello, region.probe
+    words[:] = 0
+    move = Move("read", hello.agent, Place(words.ctypes.data), Place(hello.table_base), _HEADER_BYTES)
+    await _ended(lambda ended: plane.move(move, ended))
+    if words.tobytes() != MAGIC + hello.nonce:
+        raise TransferError("protocol", f"the data plane of {hello.agent} reaches another process's memory")
+
+
+async def _reads_alone(peer: Peer, region: Region, plane: DataPlane) -> bool:
+    probe = asyncio.ensure_future(_probe(peer, region, plane))
+    done, _ = await asyncio.wait({probe}, timeout=_PATIENCE_S)
+    if not done:
+        await peer.wire(True)
+    await probe
+    return bool(done)
+
+
+async def _ended(start: Callable[[Callable[[str], None]], object]) -> None:
+    """Wait for something that the data plane does.
+
+    Raises:
+        TransferError: ``peer_lost``, with what the data plane said.
+    """
+    future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def ended(error: str) -> None:
+        if not future.done():
+            future.set_result(error)
+
+    start(ended)
+    if error := await future:
+        raise TransferError("peer_lost", error)
