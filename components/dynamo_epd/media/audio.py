@@ -18,7 +18,7 @@ import soxr
 
 from ..contract.errors import InvalidRequest
 from .container import open_container
-from .content import damaged, not_decodable
+from .content import damaged
 from .limits import MediaLimits
 
 _RATES = range(1_000, 768_001)
@@ -58,7 +58,9 @@ def decode_audio(data: bytes, *, rate: int, limits: MediaLimits, label: str) -> 
     except soundfile.SoundFileError:
         decoded = decode_sound_track(data, rate=rate, limits=limits, label=label)
         if decoded is None:
-            raise not_decodable(data, "audio (it has no sound track)", label) from None
+            raise InvalidRequest(
+                "the file has no sound track that can be decoded; send one that has", item=label
+            ) from None
         return decoded
     with file:
         try:
@@ -68,11 +70,12 @@ def decode_audio(data: bytes, *, rate: int, limits: MediaLimits, label: str) -> 
 
 
 def decode_sound_track(data: bytes, *, rate: int, limits: MediaLimits, label: str) -> DecodedAudio | None:
-    """The first sound track of what FFmpeg can read, or None where there is none; raises as ``decode_audio``."""
+    """The first sound track that FFmpeg can decode, or None where there is none; raises as ``decode_audio``."""
     with open_container(data, "audio", label) as container:
-        if not container.streams.audio:
+        # A codec that FFmpeg does not know has no context.
+        stream = next((s for s in container.streams.audio if s.codec_context is not None), None)
+        if stream is None:
             return None
-        stream = container.streams.audio[0]
         source_rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
 
         def blocks() -> Iterator[np.ndarray]:

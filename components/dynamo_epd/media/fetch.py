@@ -142,9 +142,10 @@ def _timed_out(url: str, limits: MediaLimits, label: str) -> InvalidRequest:
 
 
 def _scrubbed(error: BaseException) -> str:
-    """The text of ``error`` without queries, fragments and credentials of the URLs in it."""
+    """The text of ``error`` without queries, fragments, credentials and payloads of the URLs in it."""
     text = re.sub(r"[?#]\S*", "", " ".join(str(error).split()))
-    return re.sub(r"//[^\s/]*@", "//", text)[:300] or type(error).__name__
+    text = re.sub(r"\b(data:)\S*", r"\1...", text)
+    return re.sub(r"\b([A-Za-z][A-Za-z0-9+.-]*:/*)[^\s/]*@", r"\1", text)[:300] or type(error).__name__
 
 
 def _read_file(url: str, scheme: str, policy: UrlValidationPolicy, limits: MediaLimits, label: str) -> bytes:
@@ -161,7 +162,7 @@ def _read_file(url: str, scheme: str, policy: UrlValidationPolicy, limits: Media
             raise UrlValidationError("not an absolute path")
         resolved = validate_local_path(path, policy)
         return _read_regular(resolved, name, limits, label)
-    except UrlValidationError as error:
+    except (UrlValidationError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
         # One message for a missing file and for one outside, which a caller must not be able to tell apart.
         raise InvalidRequest(
             f"{name} is not a file that may be read: it must exist, under the folder that the operator allows, and be "

@@ -131,7 +131,7 @@ def _grey8(values: np.ndarray, label: str) -> np.ndarray:
     top = next((r for r in ranges if low >= 0 and high <= r), None)
     if top is not None:
         low, high = 0.0, top
-    return np.rint((values.astype(np.float64) - low) * (255.0 / (high - low or 1.0))).astype(np.uint8)
+    return np.rint((values.astype(np.float64) - low) * 255.0 / (high - low or 1.0)).astype(np.uint8)
 
 
 def _lab_to_rgb(image: Image.Image) -> Image.Image:

@@ -18,7 +18,6 @@ import numpy as np
 from ..contract.errors import InvalidRequest
 from .audio import DecodedAudio, decode_sound_track
 from .container import open_container
-from .content import not_decodable
 from .limits import MediaLimits
 
 if TYPE_CHECKING:
@@ -143,11 +142,12 @@ def decode_video(
     return DecodedVideo(frames, shown_at, tuple(indices), info.fps, info.total_frames, info.duration, audio)
 
 
-def _video_stream(container: InputContainer, data: bytes, label: str) -> VideoStream:
+def _video_stream(container: InputContainer, label: str) -> VideoStream:
     for stream in container.streams.video:
-        if not stream.disposition & type(stream.disposition).attached_pic:
+        # Cover art is a stream too, and a codec that FFmpeg does not know has no context.
+        if not stream.disposition & type(stream.disposition).attached_pic and stream.codec_context is not None:
             return stream
-    raise not_decodable(data, "a video (it has no moving picture)", label)
+    raise InvalidRequest("the file has no moving picture that can be decoded; send a video", item=label)
 
 
 def _scan(data: bytes, limits: MediaLimits, label: str) -> tuple[VideoInfo, Fraction]:
@@ -157,7 +157,7 @@ def _scan(data: bytes, limits: MediaLimits, label: str) -> tuple[VideoInfo, Frac
     """
     times: list[Fraction | None] = []
     with open_container(data, "a video", label) as container:
-        stream = _video_stream(container, data, label)
+        stream = _video_stream(container, label)
         width, height = stream.codec_context.width, stream.codec_context.height
         if width * height > limits.max_image_pixels:
             raise InvalidRequest(
@@ -225,7 +225,7 @@ def _decode(
     times: list[Fraction | None] = []
     frames: np.ndarray | None = None
     with open_container(data, "a video", label) as container:
-        stream = _video_stream(container, data, label)
+        stream = _video_stream(container, label)
         stream.codec_context.thread_count = _DECODER_THREADS
         stream.thread_type = "AUTO"
         # For sizes that are told inside the stream only; FFmpeg counts padding, hence twice.
