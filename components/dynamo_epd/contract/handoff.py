@@ -157,8 +157,7 @@ class PrefillHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     Attributes:
         version: ``HANDOFF_VERSION``.
-        kv: the KV blocks of the prompt, ``[blocks, layers, 2, kv_heads, tokens_per_block, head_dim]``; None when the
-            first token already finished the request.
+        kv: the KV blocks of the prompt, ``[blocks, layers, 2, kv_heads, tokens_per_block, head_dim]``.
         num_tokens: prompt tokens whose KV is in ``kv``.
         tokens_per_block: block size that ``kv`` is cut in.
         first_token: the token that prefill sampled.
@@ -171,8 +170,8 @@ class PrefillHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     num_tokens: int
     tokens_per_block: int
     first_token: int
+    kv: TensorRef
     cached_tokens: int = 0
-    kv: TensorRef | None = None
     first_logprob: float | None = None
     first_top_logprobs: tuple[tuple[int, float], ...] = ()
 

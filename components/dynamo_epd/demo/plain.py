@@ -18,7 +18,7 @@ from ..contract.layout import PromptLayout, expand
 from ..models.base import Media
 
 Message = Mapping[str, Any]
-"""A chat message; user content is a list of ``{"type": "text", "text"}`` and ``{"type": "image", "image": PIL image}``."""
+"""A chat message; user content is a list of parts, an image part holding a PIL image under ``image``."""
 
 
 class PlainTransformers:

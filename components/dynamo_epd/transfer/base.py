@@ -72,7 +72,7 @@ class Transfer(Protocol):
         ...
 
     def decline(self, ref: TensorRef) -> None:
-        """Tell the offering process that nobody will fetch ``ref``. Costs nothing when it cannot be told: offers expire."""
+        """Tell the offering process that nobody will fetch ``ref``; where it cannot be told, the offer expires."""
         ...
 
     def keep(self, digest: str, slot: Slot) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 from dynamo._core import Context
 from dynamo.common.backend.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
+from dynamo.common.backend.worker import WorkerConfig
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 
 from ..transfer import open_transfer
 from ..transfer.base import Transfer
-from .args import WorkerArgs
+from .args import WorkerArgs, parse
 from .faults import to_dynamo
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,12 @@ class EpdWorker(LLMEngine):
         self.args = args
         self.transfer: Transfer | None = None
         self._steps: dict[str, asyncio.Future[Any]] = {}
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[EpdWorker, WorkerConfig]:
+        """A worker of this class and its registration, from the command line."""
+        args, config = parse(argv)
+        return cls(args), config
 
     @abstractmethod
     async def open(self) -> EngineConfig:

@@ -73,7 +73,9 @@ class LanguageWorker(EpdWorker):
         if a.encode_fallback == "ask":
             self._encode = EncodeClient(a.encode_endpoint, a.encode_timeout, a.discovery_backend, a.request_plane)
         self._events = KVEventForwarder(self._engine, info.tokens_per_block) if a.publish_kv_events else None
-        self._tracer = RequestTracer(a.trace_requests, family, info) if a.trace_requests else None
+        self._tracer = None
+        if a.trace_requests:
+            self._tracer = RequestTracer(a.trace_requests, family, role=a.role, tokens_per_block=info.tokens_per_block)
         return EngineConfig(
             model=str(a.model),
             served_model_name=a.served_model_name,
@@ -112,9 +114,8 @@ class LanguageWorker(EpdWorker):
 
     async def prompt(self, request: GenerateRequest) -> Prompt:
         """Expand the prompt. A canary probe is plain text."""
-        if is_probe(request):
-            return build_prompt(request, None, self._running.family)
-        return build_prompt(request, await self.handoff(request), self._running.family)
+        handoff = None if is_probe(request) else await self.handoff(request)
+        return build_prompt(request, handoff, self._running.family, self.args.on_incomplete_metadata)
 
     def engine_request(self, prompt: Prompt, request: GenerateRequest, context: Context) -> EngineRequest:
         """The prompt as an engine request without embeddings or KV."""
@@ -137,22 +138,14 @@ class LanguageWorker(EpdWorker):
             position_ids=prompt.position_ids,
             position_delta=prompt.position_delta,
             cache_salt=prompt.cache_salt,
+            reuse=prompt.reuse,
+            modalities=tuple(item.modality for item in prompt.items),
             routing_token_ids=prompt.routing_token_ids,
         )
 
     async def embeddings(self, prompt: Prompt, stack: AsyncExitStack) -> list[torch.Tensor]:
         """Fetch the items' embeddings; they stay valid until ``stack`` is closed."""
-        transfer = self._running.transfer
-        fetches = [asyncio.ensure_future(transfer.fetch(item.embedding)) for item in prompt.items]
-        try:
-            slots = await asyncio.gather(*fetches)
-        except BaseException:
-            for fetch in fetches:
-                fetch.cancel()
-            for slot in await asyncio.gather(*fetches, return_exceptions=True):
-                if not isinstance(slot, BaseException):
-                    slot.release()
-            raise
+        slots = await self._running.transfer.fetch_all([item.embedding for item in prompt.items])
         for slot in slots:
             stack.callback(slot.release)
         return [
@@ -160,8 +153,14 @@ class LanguageWorker(EpdWorker):
             for slot, item in zip(slots, prompt.items, strict=True)
         ]
 
-    async def stream(self, engine_request: EngineRequest) -> AsyncGenerator[tuple[EngineOutput, GenerateChunk], None]:
-        """Engine outputs with their chunks; the last chunk has usage."""
+    async def stream(
+        self, engine_request: EngineRequest, cached: int | None = None
+    ) -> AsyncGenerator[tuple[EngineOutput, GenerateChunk], None]:
+        """Engine outputs with their chunks; the last chunk has usage.
+
+        Args:
+            cached: prompt tokens that the prefill worker took from its cache; None where this worker is the one to say.
+        """
         prompt_tokens = len(engine_request.layout.token_ids)
         tokenizer = self._running.family.tokenizer
         done = 0
@@ -174,12 +173,13 @@ class LanguageWorker(EpdWorker):
                     chunk.update(logprob_fields(output.token_ids, output.logprobs, words))  # type: ignore[typeddict-item]
                 if output.finish_reason:
                     chunk["finish_reason"] = output.finish_reason
-                    chunk["completion_usage"] = usage(prompt_tokens, done, output.cached_tokens)
+                    reused = output.cached_tokens if cached is None else cached
+                    chunk["completion_usage"] = usage(prompt_tokens, done, reused)
                 yield output, chunk
 
-    def trace(self, prompt: Prompt, request_id: str) -> None:
+    def trace(self, prompt: Prompt, request: GenerateRequest, request_id: str) -> None:
         if self._tracer is not None:
-            self._tracer.write(prompt, request_id)
+            self._tracer.write(prompt, request["token_ids"], request_id)
 
 
 class AggregatedWorker(LanguageWorker):
@@ -188,7 +188,7 @@ class AggregatedWorker(LanguageWorker):
     async def serve(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateChunk]:
         prompt = await self.prompt(request)
         engine_request = self.engine_request(prompt, request, context)
-        self.trace(prompt, engine_request.request_id)
+        self.trace(prompt, request, engine_request.request_id)
         async with AsyncExitStack() as stack:
             engine_request = replace(engine_request, embeddings=await self.embeddings(prompt, stack))
             async with aclosing(self.stream(engine_request)) as chunks:
@@ -202,7 +202,7 @@ class PrefillWorker(LanguageWorker):
     async def serve(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateChunk]:
         prompt = await self.prompt(request)
         engine_request = replace(self.engine_request(prompt, request, context), prefill_only=not is_probe(request))
-        self.trace(prompt, engine_request.request_id)
+        self.trace(prompt, request, engine_request.request_id)
         async with AsyncExitStack() as stack:
             engine_request = replace(engine_request, embeddings=await self.embeddings(prompt, stack))
             async with aclosing(self.stream(engine_request)) as chunks:
@@ -235,44 +235,42 @@ class DecodeWorker(LanguageWorker):
     """Takes the KV from prefill and generates. Raw media in the request are ignored: the handoff says it all."""
 
     async def serve(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateChunk]:
-        if is_probe(request):
-            engine_request = self.engine_request(await self.prompt(request), request, context)
-        else:
-            engine_request = None
         async with AsyncExitStack() as stack:
-            if engine_request is None:
-                engine_request = await self._continued(request, context, stack)
-            async with aclosing(self.stream(engine_request)) as chunks:
+            prefill = None if is_probe(request) else self._prefill_result(request, stack)
+            prompt = await self.prompt(request)
+            engine_request = self.engine_request(prompt, request, context)
+            self.trace(prompt, request, engine_request.request_id)
+            if prefill is not None:
+                engine_request = replace(engine_request, remote_kv=self._remote_kv(prefill, prompt, stack))
+            cached = None if prefill is None else prefill.cached_tokens
+            async with aclosing(self.stream(engine_request, cached)) as chunks:
                 async for _, chunk in chunks:
                     yield chunk
 
-    async def _continued(self, request: GenerateRequest, context: Context, stack: AsyncExitStack) -> EngineRequest:
+    def _prefill_result(self, request: GenerateRequest, stack: AsyncExitStack) -> PrefillHandoff:
+        """What prefill handed over. Closing ``stack`` ends its offer, whatever becomes of the request here."""
         result = request.get("prefill_result") or {}
         if "disaggregated_params" not in result:
             raise Unavailable("the request came without prefill's result: no prefill worker could be reached")
         prefill = parse_prefill_handoff(result["disaggregated_params"])
-        prompt = await self.prompt(request)
-        if prefill.num_tokens != len(prompt.layout.token_ids):
-            raise Unavailable(
-                f"prefill computed {prefill.num_tokens} tokens, the prompt has {len(prompt.layout.token_ids)}"
-            )
-        engine_request = self.engine_request(prompt, request, context)
-        self.trace(prompt, engine_request.request_id)
-        transfer = self._running.transfer
-        kv = prefill.kv
-        if kv is None:
-            raise Unavailable("prefill offered no KV")
+        stack.callback(self._running.transfer.decline, prefill.kv)
+        return prefill
+
+    def _remote_kv(self, prefill: PrefillHandoff, prompt: Prompt, stack: AsyncExitStack) -> RemoteKV:
+        n = len(prompt.layout.token_ids)
+        if prefill.num_tokens != n:
+            raise Unavailable(f"prefill computed {prefill.num_tokens} tokens, the prompt has {n}")
+        transfer, kv = self._running.transfer, prefill.kv
 
         async def fetch(first_block: int) -> torch.Tensor:
             slot = await transfer.fetch(kv, first=first_block)
             stack.callback(slot.release)
             return slot.tensor((kv.shape[0] - first_block, *kv.shape[1:]), kv.dtype)
 
-        first_logprob = None
+        logprob = None
         if prefill.first_logprob is not None:
-            first_logprob = Logprob(prefill.first_logprob, prefill.first_top_logprobs)
-        remote = RemoteKV(prefill.num_tokens, prefill.tokens_per_block, prefill.first_token, fetch, first_logprob)
-        return replace(engine_request, remote_kv=remote)
+            logprob = Logprob(prefill.first_logprob, prefill.first_top_logprobs)
+        return RemoteKV(n, prefill.tokens_per_block, prefill.first_token, fetch, logprob)
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 
 from dynamo.common.backend.run import run
 from dynamo.common.backend.worker import WorkerConfig
@@ -11,25 +12,28 @@ from dynamo.common.backend.worker import WorkerConfig
 from .args import Role, WorkerArgs, parse
 from .base import EpdWorker
 
+_ROLES: dict[Role, str] = {
+    "encode": "encode:EncodeWorker",
+    "prefill": "language:PrefillWorker",
+    "decode": "language:DecodeWorker",
+    "agg": "language:AggregatedWorker",
+}
+
 
 def create_worker(args: WorkerArgs) -> EpdWorker:
     """The worker of ``args.role``, not yet started."""
-    if args.role == "encode":
-        from .encode import EncodeWorker
-
-        return EncodeWorker(args)
-    from .language import AggregatedWorker, DecodeWorker, PrefillWorker
-
-    roles: dict[Role, type[EpdWorker]] = {"prefill": PrefillWorker, "decode": DecodeWorker, "agg": AggregatedWorker}
-    return roles[args.role](args)
+    module, _, name = _ROLES[args.role].partition(":")
+    worker: EpdWorker = getattr(import_module(f".{module}", __package__), name)(args)
+    return worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one worker until it is told to stop. Raises ``ConfigError`` for flags that cannot be used."""
     args, config = parse(argv)
+    worker = create_worker(args)
 
-    async def factory(_: list[str] | None) -> tuple[EpdWorker, WorkerConfig]:
-        return create_worker(args), config
+    async def made(_: list[str] | None) -> tuple[EpdWorker, WorkerConfig]:
+        return worker, config
 
-    run(EpdWorker, None, factory)
+    run(type(worker), None, made)
     return 0

@@ -13,6 +13,7 @@ from ..contract.digest import prompt_digest
 from ..contract.errors import InvalidMetadata, Unavailable
 from ..contract.handoff import Handoff, ItemHandoff, Modality, parse_handoff, raise_for_error
 from ..contract.layout import PromptLayout, expand
+from ..contract.metadata import Policy, decide
 from ..contract.multimodal_input import MultimodalInput
 from ..models.base import Family
 
@@ -32,7 +33,9 @@ class Prompt:
         items: the items as encode described them, in prompt order.
         multimodal_input: the seven fields, or None for text.
         position_ids, position_delta: as in ``EngineRequest``.
-        cache_salt: the caller's salt.
+        key_kind, key_reason: how the prompt is keyed and why not exactly; see ``metadata.KeyDecision``.
+        cache_salt: the salt for the engine.
+        reuse: False where no block may be shared.
         routing_token_ids: as in ``EngineRequest``.
     """
 
@@ -41,7 +44,10 @@ class Prompt:
     multimodal_input: MultimodalInput | None
     position_ids: np.ndarray | None
     position_delta: int
+    key_kind: str
+    key_reason: str
     cache_salt: str | None
+    reuse: bool
     routing_token_ids: np.ndarray | None
 
 
@@ -87,36 +93,47 @@ def usable_handoff(request: Mapping[str, Any], family: Family) -> Handoff | None
     return handoff
 
 
-def build_prompt(request: Mapping[str, Any], handoff: Handoff | None, family: Family) -> Prompt:
+def build_prompt(
+    request: Mapping[str, Any], handoff: Handoff | None, family: Family, policy: Policy = "refuse"
+) -> Prompt:
     """Expand the prompt and derive everything that follows from it.
+
+    Args:
+        policy: what to do where the metadata does not give exact keys.
 
     Raises:
         InvalidMetadata: the handoff contradicts itself or the prompt.
     """
-    routing = request.get("routing") or {}
     token_ids = request["token_ids"]
-    if handoff is None:
-        layout, items, mm = PromptLayout.text(token_ids), (), None
-    else:
+    items: tuple[ItemHandoff, ...] = ()
+    layout = PromptLayout.text(token_ids)
+    if handoff is not None:
         items = handoff.items
         layout = expand(token_ids, handoff.replacements, len(items))
         for i, item in enumerate(items):
-            if int(layout.rows[i]) != item.rows:
-                raise InvalidMetadata(
-                    f"items[{i}].rows", f"{item.rows} embedding rows for {int(layout.rows[i])} slots in the prompt"
-                )
             width = item.embedding.shape[1]
             if width != family.embedding_width:
                 raise InvalidMetadata(f"items[{i}].embedding", f"{width} columns, not {family.embedding_width}")
-        mm = layout.multimodal_input([item.digest for item in items], [item.uuid for item in items])
+    keys = decide(
+        len(items),
+        layout=layout,
+        digests=[item.digest for item in items],
+        uuids=[item.uuid for item in items],
+        rows=[item.rows for item in items],
+        cache_salt=(request.get("routing") or {}).get("cache_salt"),
+        policy=policy,
+    )
     position_ids, delta = family.positions(layout, items)
     return Prompt(
         layout=layout,
-        items=tuple(items),
-        multimodal_input=mm,
+        items=items,
+        multimodal_input=keys.multimodal_input,
         position_ids=position_ids,
         position_delta=delta,
-        cache_salt=routing.get("cache_salt"),
+        key_kind=keys.kind,
+        key_reason=keys.reason,
+        cache_salt=keys.cache_salt,
+        reuse=keys.reuse,
         routing_token_ids=routing_ids(layout, items, (request.get("extra_args") or {}).get("mm_hashes")),
     )
 
