@@ -13,8 +13,24 @@ from .checkpoint import read_json
 __all__ = ["FAMILIES", "Expansion", "Family", "Media", "Prepared", "load"]
 
 FAMILIES: dict[str, str] = {
-    "qwen2_vl": "qwen_vl:QwenVL",
+    "cosmos3_edge": "qwen3_vl:Cosmos3Edge",
+    "cosmos3_omni": "qwen3_vl:Qwen3VL",
+    "gemma3": "gemma3:Gemma3",
+    "llama4": "llama4:Llama4",
+    "llava": "llava:Llava",
+    "llava_next": "llava:Llava",
+    "mistral3": "llava:Llava",
+    "phi4_multimodal": "phi4:Phi4Multimodal",
+    "nemotron_h_omni": "nemotron:NemotronOmni",
+    "qwen2_5_omni": "qwen_omni:QwenOmni",
+    "qwen2_5_omni_thinker": "qwen_omni:QwenOmni",
     "qwen2_5_vl": "qwen_vl:QwenVL",
+    "qwen2_audio": "qwen2_audio:Qwen2Audio",
+    "qwen2_vl": "qwen_vl:QwenVL",
+    "qwen3_omni_moe": "qwen_omni:Qwen3Omni",
+    "qwen3_omni_moe_thinker": "qwen_omni:Qwen3Omni",
+    "qwen3_vl": "qwen3_vl:Qwen3VL",
+    "qwen3_vl_moe": "qwen3_vl:Qwen3VL",
 }
 """``config.model_type`` -> ``module:class`` in this folder. The module is imported when such a model is loaded."""
 

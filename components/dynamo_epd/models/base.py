@@ -56,7 +56,9 @@ class Prepared:
         features: the encoder's inputs, by name.
         expansion: the tokens that stand for the item in the prompt.
         rows: embedding rows that the encoder will give.
-        positions: what ``Family.positions`` needs of the item; plain numbers, JSON-safe.
+        positions: what ``Family.positions`` needs of the item; plain values, JSON-safe.
+        parts: where one placeholder stands for two items, both of them, numbered as in ``expansion``; they are what
+            is encoded, digested and handed on then. Empty for every other item.
     """
 
     modality: Modality
@@ -64,6 +66,7 @@ class Prepared:
     expansion: Expansion
     rows: int
     positions: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[Prepared, ...] = ()
 
 
 class Family(ABC):
@@ -101,6 +104,13 @@ class Family(ABC):
             InvalidRequest: more or fewer placeholders than items, with both numbers in the message.
         """
 
+    def request_options(self, counts: Mapping[Modality, int], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``kwargs`` of one request, and whatever the other items of the request decide about each item.
+
+        What this returns goes into ``resolved_options`` and ``prepare``, so that the digest covers it.
+        """
+        return kwargs
+
     @abstractmethod
     def resolved_options(self, modality: Modality, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """All processor options that reach an item of ``modality``: the defaults, overridden by the request's kwargs.
@@ -126,6 +136,14 @@ class Family(ABC):
 
         Encoding several items together equals encoding each alone. Called from one thread at a time.
         """
+
+    def prune(self, item: Prepared, embedding: torch.Tensor) -> tuple[Prepared, torch.Tensor]:
+        """The item as it goes into the prompt, now that its embedding is known.
+
+        Differs from what is given only where rows are dropped by content (pruned video): expansion, rows and
+        positions of the result agree with the embedding of the result. Call it before anything is laid out.
+        """
+        return item, embedding
 
     @abstractmethod
     def replacements(

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,12 +37,6 @@ class GeneralFamily(Family):
         tower: whether ``encode`` will be called.
         device, dtype: as in ``models.load``.
     """
-
-    framing_tokens: ClassVar[tuple[str, ...]] = ()
-    """Tokens of an expansion that belong to the item but take no embedding row."""
-
-    extra_options: ClassVar[Mapping[str, Any]] = {}
-    """Request options that the processor does not declare, with their defaults."""
 
     def __init__(
         self,
@@ -103,13 +97,17 @@ class GeneralFamily(Family):
 
     @cached_property
     def processor(self) -> Any:
-        from transformers import AutoProcessor
-
         with self._lock:
             try:
-                return AutoProcessor.from_pretrained(self.model_dir, local_files_only=True)
+                return self.load_processor()
             except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
                 raise ConfigError(f"the processor of {self.model_dir} could not be loaded: {error}") from error
+
+    def load_processor(self) -> Any:
+        """transformers' processor of the checkpoint."""
+        from transformers import AutoProcessor
+
+        return AutoProcessor.from_pretrained(self.model_dir, local_files_only=True)
 
     @cached_property
     def _runtime(self) -> dict[str, str]:
@@ -142,9 +140,20 @@ class GeneralFamily(Family):
         """The token that takes the embedding rows of ``modality`` in an expanded prompt."""
         return getattr(self.processor, f"{modality}_token")
 
+    def slot_id(self, modality: Modality) -> int:
+        """The id of ``slot_token``. Raises ``ConfigError`` where the tokenizer does not know it."""
+        number = self.codec.token_id(self.slot_token(modality))
+        if number is None:
+            raise ConfigError(f"the tokenizer of {self.model_dir} has no token {self.slot_token(modality)}")
+        return number
+
+    def framing_tokens(self) -> Sequence[str]:
+        """Tokens of an expansion that belong to the item but take no embedding row."""
+        return ()
+
     @cached_property
     def _framing_ids(self) -> frozenset[int]:
-        ids = {token: self.codec.token_id(token) for token in self.framing_tokens}
+        ids = {token: self.codec.token_id(token) for token in self.framing_tokens()}
         absent = sorted(token for token, number in ids.items() if number is None)
         if absent:
             raise ConfigError(f"the tokenizer of {self.model_dir} has no token {', '.join(absent)}")
@@ -183,8 +192,12 @@ class GeneralFamily(Family):
 
     # Options and preparation
 
+    def extra_options(self) -> Mapping[str, Any]:
+        """Request options that the processor does not declare, with their defaults."""
+        return {}
+
     def _sections(self, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return options.split(self.processor, kwargs, self.extra_options)
+        return options.split(self.processor, kwargs, self.extra_options())
 
     @cached_property
     def _usual(self) -> dict[str, dict[str, Any]]:
@@ -194,7 +207,7 @@ class GeneralFamily(Family):
         sections, section = self._sections(kwargs), options.SECTION[modality]
         merged = options.merge(self.processor, sections)[section]
         chosen = options.resolve(self.processor, modality, merged, self._usual[section])
-        return {**self.extra_options, **sections[""], **chosen, "encoder": self._runtime}
+        return {**self.extra_options(), **sections[""], **chosen, "encoder": self._runtime}
 
     def _call_options(self, modality: Modality, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """What the processor's own ``__call__`` passes on for ``modality``; checked as ``resolved_options`` does."""
@@ -247,10 +260,8 @@ class GeneralFamily(Family):
             inputs: the tensors for the feature method, by its parameter names, and whatever else came with them.
             replacement: the text that stands for the item in the prompt.
         """
-        slot = self.codec.token_id(self.slot_token(modality))
-        if slot is None:
-            raise ConfigError(f"the tokenizer of {self.model_dir} has no token {self.slot_token(modality)}")
-        expansion, (rows,) = text.expansion_of(self.codec, replacement, [slot], self._framing_ids)
+        slots = [self.slot_id(modality)]
+        expansion, (rows,) = text.expansion_of(self.codec, replacement, slots, self._framing_ids)
         if not rows:
             raise InvalidRequest("the item is too small to give a single embedding row")
         return Prepared(
@@ -288,14 +299,34 @@ class GeneralFamily(Family):
         return [embedding for embedding in results if embedding is not None]
 
     def encode_together(self, modality: Modality, items: Sequence[Prepared]) -> list[torch.Tensor]:
-        """Embeddings of items of one modality, by one call of the model's own feature method."""
+        """Embeddings of items of one modality, by as few calls of the model's own feature method as give the same.
+
+        Audio clips go one by one: padding a clip to the length of another changes its last rows. Images whose
+        tensors cannot be concatenated without padding go in groups that can.
+        """
         import torch
 
-        inputs = {
-            name: torch.cat([item.features[name] for item in items]).to(self.model.device) for name in items[0].features
-        }
-        output = getattr(self.model, f"get_{modality}_features")(**inputs)
-        return self.per_item(output, items)
+        groups: dict[object, list[int]] = {}
+        for i, item in enumerate(items):
+            shapes = tuple(value.shape[1:] for value in item.features.values())
+            groups.setdefault(i if modality == "audio" else shapes, []).append(i)
+        results: list[torch.Tensor | None] = [None] * len(items)
+        for group in groups.values():
+            chosen = [items[i] for i in group]
+            inputs = {name: self._to_encoder([item.features[name] for item in chosen]) for name in chosen[0].features}
+            for i, embedding in zip(group, self.embed(modality, inputs, chosen), strict=True):
+                results[i] = embedding
+        return [embedding for embedding in results if embedding is not None]
+
+    def _to_encoder(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        joined = torch.cat(list(tensors)).to(self.model.device)
+        return joined.to(self.model.dtype) if joined.is_floating_point() else joined
+
+    def embed(self, modality: Modality, inputs: Mapping[str, Any], items: Sequence[Prepared]) -> list[torch.Tensor]:
+        """Embeddings ``[rows, embedding_width]`` of ``items``, whose features were concatenated into ``inputs``."""
+        return self.per_item(getattr(self.model, f"get_{modality}_features")(**inputs), items)
 
     def per_item(self, output: Any, items: Sequence[Prepared]) -> list[torch.Tensor]:
         """The feature method's output cut into ``[rows, embedding_width]`` per item."""

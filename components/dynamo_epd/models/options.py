@@ -73,7 +73,7 @@ def split(processor: Any, kwargs: Mapping[str, Any], extra: Mapping[str, Any]) -
 
     Args:
         kwargs: ``mm_processor_kwargs``: flat names, or sections (``{"images_kwargs": {...}}``), or both.
-        extra: options that the family takes beside the processor's, with their defaults.
+        extra: options that the family handles itself, with their defaults.
 
     Raises:
         InvalidRequest: a name that no modality of this model knows, or a section that is not an object.
@@ -90,13 +90,14 @@ def split(processor: Any, kwargs: Mapping[str, Any], extra: Mapping[str, Any]) -
                     raise InvalidRequest(_unknown(f"{name}.{inner}", known[modality]))
                 given[name][inner] = inner_value
             continue
+        if name in extra:
+            given[""][name] = value
+            continue
         reached = [modality for modality in SECTION if name in known[modality]]
-        if not reached and name not in extra:
+        if not reached:
             raise InvalidRequest(_unknown(name, frozenset().union(*known.values(), extra)))
         for modality in reached:
             given[SECTION[modality]].setdefault(name, value)
-        if name in extra:
-            given[""][name] = value
     return given
 
 

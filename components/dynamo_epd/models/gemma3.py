@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3: the placeholder is the begin-of-image token; pan and scan adds crops, each a framed run of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..contract.handoff import Modality
+from .general import GeneralFamily
+
+
+class Gemma3(GeneralFamily):
+    model_types = ("gemma3",)
+
+    def slot_token(self, modality: Modality) -> str:
+        return self.tokenizer.image_token
+
+    def framing_tokens(self) -> Sequence[str]:
+        return (self.tokenizer.boi_token, self.tokenizer.eoi_token)

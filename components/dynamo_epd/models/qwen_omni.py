@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2.5-Omni and Qwen3-Omni (the thinker): images, audio, video, and a video with its own sound.
+
+A video's own sound is an item of its own whose tokens alternate with the frames'. The begin and end of audio around
+the pair belong to the sound, which therefore comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..contract.errors import InvalidRequest
+from ..contract.handoff import ItemHandoff, Modality
+from ..contract.layout import PromptLayout
+from . import mrope, text
+from .base import Media, Prepared
+from .checkpoint import read_json
+from .general import GeneralFamily
+
+if TYPE_CHECKING:
+    import torch
+
+_OWN_SOUND = "load_audio_from_video"
+_ALIASES = (_OWN_SOUND, "use_audio_in_video")
+_FIXED = ("seconds_per_chunk", "position_id_per_seconds")
+
+
+class QwenOmni(GeneralFamily):
+    """Positions of Qwen2.5-Omni: the two begin tokens of a pair share a position, and so do its two end tokens."""
+
+    model_types = ("qwen2_5_omni", "qwen2_5_omni_thinker")
+
+    pair_frame_is_still = True
+    """Whether the begin and end of audio inside those of vision do not advance the position."""
+
+    def select_config(self, config: Any) -> Any:
+        return getattr(config, "thinker_config", config)
+
+    def model_class(self) -> Any:
+        import transformers
+
+        return transformers.Qwen2_5OmniThinkerForConditionalGeneration
+
+    def load_processor(self) -> Any:
+        """The processor's class sets a size for videos; a size that the checkpoint sets for videos comes before it."""
+        processor = super().load_processor()
+        nested, own = self.model_dir / "processor_config.json", self.model_dir / "video_preprocessor_config.json"
+        section = read_json(nested).get("video_processor") if nested.exists() else None
+        if section is None and own.exists():
+            section = read_json(own)
+        if section and {"size", "min_pixels", "max_pixels"} & section.keys():
+            processor.videos_kwargs = {k: v for k, v in processor.videos_kwargs.items() if k != "size"}
+        return processor
+
+    def framing_tokens(self) -> Sequence[str]:
+        return (self.processor.audio_bos_token, self.processor.audio_eos_token)
+
+    # Options
+
+    def extra_options(self) -> Mapping[str, Any]:
+        return {_OWN_SOUND: False}
+
+    def _sections(self, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The processor declares options of the pair as options of the video; they are neither here."""
+        flat = dict(kwargs)
+        videos = dict(flat.pop("videos_kwargs", None) or {})
+        for name in _FIXED:
+            for given in (flat.pop(name, None), videos.pop(name, None)):
+                if given not in (None, getattr(self.processor, name)):
+                    raise InvalidRequest(f"mm_processor_kwargs.{name} is {getattr(self.processor, name)} in this model")
+        wanted = [where.pop(name, False) for where in (flat, videos) for name in _ALIASES]
+        return super()._sections({**flat, "videos_kwargs": videos, _OWN_SOUND: any(wanted)})
+
+    def resolved_options(self, modality: Modality, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        chosen = dict(super().resolved_options(modality, kwargs))
+        if modality != "video":
+            del chosen[_OWN_SOUND]
+        return chosen
+
+    # Preparation
+
+    def prepare_video(self, media: Media, kwargs: Mapping[str, Any]) -> Prepared:
+        section = self.video_options(media, kwargs)
+        fps = self._sections(kwargs)["videos_kwargs"].get("fps")
+        if fps is not None:
+            section["fps"] = fps
+        sound = media.meta.get("audio") if self._sections(kwargs)[""][_OWN_SOUND] else None
+        call: dict[str, Any] = {"videos_kwargs": section, _OWN_SOUND: sound is not None}
+        if sound is None:
+            inputs, (replacement,) = self.processor._process_videos([media.data], **call)
+            return self.prepared("video", inputs, replacement)
+        wave = self.waveform(sound)
+        audio_inputs, (audio_text,) = self.processor._process_audio([wave], **self._call_options("audio", kwargs))
+        inputs, (replacement,) = self.processor._process_videos(
+            [media.data],
+            audio=[wave],
+            processed_audio=audio_inputs,
+            video_to_audio_indices=[0],
+            **call,
+            **{name: getattr(self.processor, name) for name in _FIXED},
+        )
+        slots = [self.slot_id("audio"), self.slot_id("video")]
+        expansion, (audio_rows, video_rows) = text.expansion_of(self.codec, replacement, slots, self._framing_ids)
+        audio = self.prepared("audio", audio_inputs, audio_text)
+        video = Prepared(
+            "video", self.features("video", inputs), expansion, video_rows, self.item_positions("video", inputs)
+        )
+        return Prepared(
+            "video", {}, expansion, audio_rows + video_rows, parts=(replace(audio, expansion=expansion), video)
+        )
+
+    def item_positions(self, modality: Modality, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        if modality == "audio":
+            return {}
+        found: dict[str, Any] = {"grid_thw": inputs[f"{modality}_grid_thw"][0].tolist()}
+        if modality == "video":
+            found["second_per_grid"] = self.second_per_grid(float(inputs["video_second_per_grid"][0]))
+        return found
+
+    def second_per_grid(self, seconds: float) -> float:
+        """Seconds between temporal patches as ``positions`` counts them."""
+        return seconds
+
+    # Encoding and positions
+
+    def per_item(self, output: Any, items: Sequence[Prepared]) -> list[torch.Tensor]:
+        """Audio has no deepstack features; zeros in their place add nothing where they are added."""
+        import torch
+
+        if items[0].modality != "audio":
+            return super().per_item(output, items)
+        rows = getattr(output, "pooler_output", None)
+        rows = output.last_hidden_state if rows is None else rows
+        padded = torch.nn.functional.pad(rows, (0, self.embedding_width - rows.shape[-1]))
+        return list(padded.split([item.rows for item in items]))
+
+    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, int]:
+        merge, per_second = self.config.vision_config.spatial_merge_size, self.config.position_id_per_seconds
+        offsets: list[np.ndarray] = []
+        for i, item in enumerate(items):
+            if item.modality == "audio":
+                offsets.append(np.broadcast_to(np.arange(item.rows), (3, item.rows)))
+                continue
+            seconds = item.positions.get("second_per_grid", 1.0)
+            offsets.append(mrope.grid_offsets(mrope.grid_of(i, item, merge), merge, seconds, per_second))
+        advances = [int(offset.max()) + 1 for offset in offsets]
+        stretch = list(range(len(items)))
+        still: list[int] = []
+        for sound, video in _pairs(layout, items):
+            stretch[video] = stretch[sound]
+            last = max(layout.runs(video)[-1][0], layout.runs(sound)[-1][0])
+            of = video if layout.runs(video)[-1][0] == last else sound
+            advances[sound] = advances[video] = int(offsets[of][:, -1].max()) + 1
+            if self.pair_frame_is_still:
+                begin, end = layout.positions(sound)[[0, -1]].tolist()
+                still += [begin - 1, end]
+        return mrope.place(layout, offsets, advances, stretch=stretch, still=still)
+
+
+def _pairs(layout: PromptLayout, items: Sequence[ItemHandoff]) -> list[tuple[int, int]]:
+    """Numbers of sound and video of each video that has its own sound: they are neighbours and overlap."""
+    found = []
+    for i in range(len(items) - 1):
+        end = int(layout.positions(i)[-1])
+        if int(layout.positions(i + 1)[0]) < end:
+            found.append((i, i + 1))
+    return found
+
+
+class Qwen3Omni(QwenOmni):
+    model_types = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
+
+    pair_frame_is_still = False
+
+    def model_class(self) -> Any:
+        import transformers
+
+        return transformers.Qwen3OmniMoeThinkerForConditionalGeneration
+
+    def second_per_grid(self, seconds: float) -> float:
+        """Engines take whole position ids, so the step between patches is rounded to one (transformers keeps floats)."""
+        per_second = self.config.position_id_per_seconds
+        return max(1, round(seconds * per_second)) / per_second
