@@ -74,7 +74,7 @@ def _by_tokens(node: Node) -> Tokens:
 
 
 class BlockCache:
-    """Blocks ``0..num_blocks - 1``; not thread-safe.
+    """Blocks ``1..num_blocks`` (0 is never handed out); not thread-safe.
 
     Args:
         num_blocks: size of the pool.
@@ -85,7 +85,7 @@ class BlockCache:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self.listeners: list[KVEventListener] = []
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(num_blocks, 0, -1))
         self._roots: dict[bytes, Node] = {}
         # Unpinned nodes, least recently used first. A chain is unpinned from its end, so a node always stands behind
         # all of its descendants and the first one is a leaf.
@@ -268,7 +268,7 @@ class BlockCache:
         nodes = [node for root in self._roots.values() for node in _descendants(root)]
         blocks = sorted([*self._free, *private, *(node.block for node in nodes)])
         problems = []
-        if blocks != list(range(self.num_blocks)):
+        if blocks != list(range(1, self.num_blocks + 1)):
             problems.append(f"blocks are lost or held twice: {blocks}")
         if any(node.refs != held[node] for node in nodes) or not set(held) <= set(nodes):
             problems.append("pins were lost, or a pinned block was evicted")

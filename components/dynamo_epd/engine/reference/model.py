@@ -134,7 +134,7 @@ def _model_class(config: Any) -> Any:
         if hasattr(transformers, name):
             return getattr(transformers, name)
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
-        if type(config) in auto._model_mapping.keys():
+        if type(config) in auto._model_mapping:
             return auto
     raise ConfigError(f"transformers {transformers.__version__} has no language model for {config.model_type}")
 

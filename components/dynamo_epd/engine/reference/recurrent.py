@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache
 
+from .batch import embed, positions
 from .model import LanguageModel
-from .runner import Result, embed, positions
+from .runner import Result
 from .sampler import sample
 from .scheduler import Chunk
 from .sequence import Seq
@@ -49,9 +50,10 @@ class RecurrentRunner:
         state = self._states.get(chunk.seq) or DynamicCache(config=model.config)
         self._states[chunk.seq] = state
         embeds, extra = embed(model, [chunk])
+        index = torch.arange(chunk.start, chunk.end, device=model.device)
         out = model.decoder(
             inputs_embeds=embeds[None],
-            position_ids=positions(model, [chunk]),
+            position_ids=positions(model, [chunk], index),
             use_cache=True,
             **{self._cache_argument: state},
             **extra,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -42,10 +43,14 @@ class Limits:
     kv: bool = True
 
 
+_numbers = itertools.count()
+
+
 class Seq:
     """A request that runs or waits.
 
     Attributes:
+        number: unique in this process.
         n: tokens of the prompt.
         max_length: tokens of prompt and answer at most.
         tokens: int32 ``[max_length]``; the first ``length`` are known, the KV of the first ``computed`` is there.
@@ -64,6 +69,7 @@ class Seq:
     def __init__(self, request: EngineRequest, limits: Limits):
         _check(request, limits)
         layout, params = request.layout, request.sampling
+        self.number = next(_numbers)
         self.request = request
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
