@@ -101,7 +101,9 @@ def _read(data: bytes, label: str) -> tuple[dict[str, torch.Tensor], dict[str, s
             "the embedding file is not a valid safetensors file; it is damaged or incomplete, save it again", item=label
         ) from error
     except (KeyError, ValueError, RuntimeError) as error:
-        raise InvalidRequest("the embedding file has a tensor of a dtype that is not supported", item=label) from error
+        raise InvalidRequest(
+            "the embedding file has a tensor that has no elements or a dtype that is not supported", item=label
+        ) from error
     if len(tensors) > _MAX_TENSORS:
         raise InvalidRequest(
             f"the embedding file holds {len(tensors)} tensors, the limit is {_MAX_TENSORS}", item=label

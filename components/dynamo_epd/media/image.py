@@ -21,8 +21,11 @@ from ..contract.errors import InvalidRequest
 from .content import damaged, not_decodable
 from .limits import MediaLimits
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
-"""Formats that are tried, a closed list: others run programs (EPS), or take any bytes for an image (TGA)."""
+Image.init()
+FORMATS = tuple(
+    name for name in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM") if name in Image.OPEN
+)
+"""Formats that are tried, where Pillow has them; others run programs (EPS) or take any bytes for an image (TGA)."""
 
 ALPHA_BACKGROUND = (255, 255, 255)
 """What shows through where a picture is transparent; an ingredient of the content digest."""
