@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and decode together, for text. Media need an encode worker: ``graphs.e_pd``."""
+
+from __future__ import annotations
+
+from dynamo_epd.serve.services import AggWorker, Frontend
+
+Frontend.link(AggWorker)
