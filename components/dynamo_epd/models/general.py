@@ -304,8 +304,6 @@ class GeneralFamily(Family):
         Audio clips go one by one: padding a clip to the length of another changes its last rows. Images whose
         tensors cannot be concatenated without padding go in groups that can.
         """
-        import torch
-
         groups: dict[object, list[int]] = {}
         for i, item in enumerate(items):
             shapes = tuple(value.shape[1:] for value in item.features.values())

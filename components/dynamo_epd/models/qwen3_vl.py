@@ -10,7 +10,7 @@ from .qwen_vl import QwenVL
 
 
 class Qwen3VL(QwenVL):
-    model_types = ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni")
+    model_types: tuple[str, ...] = ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni")
 
     def framing_tokens(self) -> Sequence[str]:
         return (self.processor.vision_start_token, self.processor.vision_end_token)
@@ -22,7 +22,7 @@ class Qwen3VL(QwenVL):
 class Cosmos3Edge(Qwen3VL):
     """One run per frame. The chat template's wrapper around a video is part of the placeholder."""
 
-    model_types = ("cosmos3_edge",)
+    model_types: tuple[str, ...] = ("cosmos3_edge",)
 
     def markers(self) -> list[tuple[str, Modality]]:
         p = self.processor

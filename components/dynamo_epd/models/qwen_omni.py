@@ -151,14 +151,22 @@ class QwenOmni(GeneralFamily):
         stretch = list(range(len(items)))
         still: list[int] = []
         for sound, video in _pairs(layout, items):
+            slots = np.flatnonzero((layout.slot_item == sound) | (layout.slot_item == video))
+            is_sound = layout.slot_item[slots] == sound
+            both = self.pair_offsets(offsets[sound], offsets[video], is_sound)
+            offsets[sound], offsets[video] = both[:, is_sound], both[:, ~is_sound]
             stretch[video] = stretch[sound]
-            last = max(layout.runs(video)[-1][0], layout.runs(sound)[-1][0])
-            of = video if layout.runs(video)[-1][0] == last else sound
-            advances[sound] = advances[video] = int(offsets[of][:, -1].max()) + 1
+            advances[sound] = advances[video] = int(both[:, -1].max()) + 1
             if self.pair_frame_is_still:
                 begin, end = layout.positions(sound)[[0, -1]].tolist()
                 still += [begin - 1, end]
         return mrope.place(layout, offsets, advances, stretch=stretch, still=still)
+
+    def pair_offsets(self, sound: np.ndarray, video: np.ndarray, is_sound: np.ndarray) -> np.ndarray:
+        """int64 ``[3, slots]``: offsets of a pair's slots in prompt order, where ``is_sound`` says whose each is."""
+        both = np.empty((3, len(is_sound)), dtype=np.int64)
+        both[:, is_sound], both[:, ~is_sound] = sound, video
+        return both
 
 
 def _pairs(layout: PromptLayout, items: Sequence[ItemHandoff]) -> list[tuple[int, int]]:
@@ -182,6 +190,11 @@ class Qwen3Omni(QwenOmni):
         return transformers.Qwen3OmniMoeThinkerForConditionalGeneration
 
     def second_per_grid(self, seconds: float) -> float:
-        """Engines take whole position ids, so the step between patches is rounded to one (transformers keeps floats)."""
+        """Engines take whole position ids, so the step between patches is rounded to one."""
         per_second = self.config.position_id_per_seconds
         return max(1, round(seconds * per_second)) / per_second
+
+    def pair_offsets(self, sound: np.ndarray, video: np.ndarray, is_sound: np.ndarray) -> np.ndarray:
+        """Positions go out in order of time, whichever token stands there: transformers merges them once more."""
+        both = np.concatenate([video, sound], axis=1)
+        return both[:, np.argsort(both[0], kind="stable")]

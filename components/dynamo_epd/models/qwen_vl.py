@@ -15,7 +15,7 @@ from .general import GeneralFamily
 
 
 class QwenVL(GeneralFamily):
-    model_types = ("qwen2_vl", "qwen2_5_vl")
+    model_types: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl")
 
     def item_positions(self, modality: Modality, inputs: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"grid_thw": inputs[f"{modality}_grid_thw"][0].tolist()}
