@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.utils import logging
 
 from .. import models
 from ..contract.block_keys import AugmentedTokens, augmented_tokens
@@ -25,17 +26,19 @@ class PlainTransformers:
     """Answers chats with ``generate`` on the whole model: no split, no cache between requests."""
 
     def __init__(self, model_dir: Path):
+        logging.disable_progress_bar()
         self._processor = AutoProcessor.from_pretrained(model_dir, local_files_only=True)
         self._model = AutoModelForImageTextToText.from_pretrained(model_dir, local_files_only=True).eval()
 
-    def answer(self, messages: Sequence[Message], max_tokens: int) -> str:
-        """Greedy answer without special tokens."""
+    def answer(self, messages: Sequence[Message], max_tokens: int) -> tuple[str, list[int]]:
+        """Greedy answer: as text without special tokens, and its ids with the stop token."""
         inputs = self._processor.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
         with torch.inference_mode():
             output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-        return self._processor.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+        return self._processor.tokenizer.decode(ids, skip_special_tokens=True), ids
 
 
 class PromptPredictor:
@@ -62,16 +65,22 @@ class PromptPredictor:
         ]
 
     def shared(self, messages: Sequence[Message]) -> tuple[int, int]:
-        """(prompt tokens, how many of them an earlier prompt had in common), and remember the prompt.
+        """(prompt tokens, how many of them a remembered sequence has in common).
 
-        The last token is never counted: it has to be computed to get an answer.
+        The last token of a prompt is never counted: it has to be computed to get an answer.
         """
+        tokens = self._tokens(messages)
+        longest = max((tokens.common_prefix(earlier) for earlier in self._seen), default=0)
+        return len(tokens), min(longest, len(tokens) - 1)
+
+    def remember(self, messages: Sequence[Message], answer_ids: Sequence[int] = ()) -> None:
+        """From now on others may share this prompt, and the generated tokens whose KV stays in the same cache."""
+        self._seen.append(self._tokens(messages).append(answer_ids))
+
+    def _tokens(self, messages: Sequence[Message]) -> AugmentedTokens:
         layout, digests = self.layout(messages)
         mm = layout.multimodal_input(digests, None)
-        tokens = augmented_tokens(layout.token_ids, mm, self._family.vocab_size)
-        longest = max((tokens.common_prefix(earlier) for earlier in self._seen), default=0)
-        self._seen.append(tokens)
-        return len(layout), min(longest, len(layout) - 1)
+        return augmented_tokens(layout.token_ids, mm, self._family.vocab_size)
 
 
 def _images(messages: Sequence[Message]) -> list[Image.Image]:

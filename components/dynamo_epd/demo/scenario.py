@@ -21,13 +21,11 @@ class Ask:
         name: unique; what the table calls it.
         turns: user messages; the answers between them are the ones that were given.
         together: requests with the same non-empty value in a row are sent at the same time.
-        repeat: the same prompt was asked before.
     """
 
     name: str
     turns: tuple[tuple[Part, ...], ...]
     together: str = ""
-    repeat: bool = False
 
     @property
     def question(self) -> str:
@@ -45,8 +43,8 @@ BLACK = PURPLE.recoloured("black")
 ORANGE = Picture("white", "orange", "triangle")
 
 
-def once(name: str, *parts: Part, repeat: bool = False, together: str = "") -> Ask:
-    return Ask(name, (parts,), together, repeat)
+def once(name: str, *parts: Part, together: str = "") -> Ask:
+    return Ask(name, (parts,), together)
 
 
 def scenario(folder: Path) -> Iterator[Ask]:
@@ -57,13 +55,13 @@ def scenario(folder: Path) -> Iterator[Ask]:
     """
     yield once("red", RED, COLOUR.text)
     yield once("green, same question", GREEN, COLOUR.text)
-    yield once("green again", GREEN, COLOUR.text, repeat=True)
-    yield once("red again", RED, COLOUR.text, repeat=True)
+    yield once("green again", GREEN, COLOUR.text)
+    yield once("red again", RED, COLOUR.text)
 
     yield once("black first this time", BLACK, COLOUR.text)
     yield once("purple after it", PURPLE, COLOUR.text)
-    yield once("black again", BLACK, COLOUR.text, repeat=True)
-    yield once("purple again", PURPLE, COLOUR.text, repeat=True)
+    yield once("black again", BLACK, COLOUR.text)
+    yield once("purple again", PURPLE, COLOUR.text)
 
     yield once("red, another question", RED, BACKGROUND.text)
     yield once("purple, another question", PURPLE, BACKGROUND.text)
@@ -72,15 +70,15 @@ def scenario(folder: Path) -> Iterator[Ask]:
 
     yield once("two images", RED, PURPLE, SECOND_SHAPE.text)
     yield once("two images, swapped", PURPLE, RED, SECOND_SHAPE.text)
-    yield once("two images again", RED, PURPLE, SECOND_SHAPE.text, repeat=True)
-    yield once("swapped again", PURPLE, RED, SECOND_SHAPE.text, repeat=True)
+    yield once("two images again", RED, PURPLE, SECOND_SHAPE.text)
+    yield once("swapped again", PURPLE, RED, SECOND_SHAPE.text)
     yield once("two images, the first", RED, PURPLE, FIRST_COLOUR.text)
     yield once("swapped, the first", PURPLE, RED, FIRST_COLOUR.text)
     yield once("the first is green", GREEN, PURPLE, FIRST_COLOUR.text)
 
     for name, picture in (("red", RED), ("green", GREEN)):
         first = (picture, COLOUR.text)
-        yield Ask(f"chat about {name}, turn 1", (first,), repeat=True)
+        yield Ask(f"chat about {name}, turn 1", (first,))
         yield Ask(f"chat about {name}, turn 2", (first, (SHAPE.text,)))
         yield Ask(f"chat about {name}, turn 3", (first, (SHAPE.text,), (PURPLE, SECOND_SHAPE.text)))
 
@@ -88,11 +86,11 @@ def scenario(folder: Path) -> Iterator[Ask]:
     for file in files:
         ORANGE.draw().save(file)
     yield once("a file", files[0], COLOUR.text)
-    yield once("same bytes, other name", files[1], COLOUR.text, repeat=True)
+    yield once("same bytes, other name", files[1], COLOUR.text)
 
     crowd = ORANGE.recoloured("blue")
     for i in range(1, 7):
         yield once(f"six at once, {i}", crowd, COLOUR.text, together="six")
 
     yield once("no image", "Hello!")
-    yield once("no image again", "Hello!", repeat=True)
+    yield once("no image again", "Hello!")
