@@ -48,13 +48,15 @@ def create(
     Args:
         config_file: engine YAML.
         overrides: JSON object that overrides it.
+        keys: ``placeholder`` sends media without their metadata, which TensorRT-LLM then keys by placeholder tokens. It
+            gives WRONG ANSWERS and exists to show them.
         kv_events: have the engine keep block events for ``listen``.
 
     Raises:
         ConfigError: TensorRT-LLM cannot be used, or not safely with this configuration.
     """
-    if keys != "exact":
-        raise ConfigError(f"--keys {keys} shows wrong answers, and only the reference engine does: --engine reference")
+    if keys not in ("exact", "placeholder"):
+        raise ConfigError(f"keys is {keys!r}, must be exact or placeholder")
     if device == "cpu":
         raise ConfigError("TensorRT-LLM runs on GPUs: leave out --device cpu, or choose --engine reference")
     args = load(config_file, overrides)
@@ -63,18 +65,24 @@ def create(
     names = load_names()
     caps = probe(names)
     check(caps, block_reuse=args.block_reuse)
-    return TrtllmEngine(Path(model_dir), args, names, caps, dtype=dtype, kv_events=kv_events and caps.kv_events)
+    if keys == "placeholder":
+        logger.warning(
+            "KV BLOCKS ARE KEYED BY PLACEHOLDER TOKENS: requests with different media share blocks and are answered "
+            "from each other's media. This is for demonstration only; use --keys exact."
+        )
+    policy = KeyPolicy(caps, args.block_reuse, args.chunked_prefill, placeholder=keys == "placeholder")
+    return TrtllmEngine(Path(model_dir), args, names, policy, dtype=dtype, kv_events=kv_events)
 
 
 class TrtllmEngine:
     """See ``engine.base.Engine`` for the methods."""
 
     def __init__(
-        self, model_dir: Path, args: EngineArgs, names: Names, caps: Capabilities, *, dtype: str, kv_events: bool
+        self, model_dir: Path, args: EngineArgs, names: Names, policy: KeyPolicy, *, dtype: str, kv_events: bool
     ):
-        self._model_dir, self._args, self._names, self._caps = model_dir, args, names, caps
-        self._dtype, self._kv_events = dtype, kv_events and args.block_reuse
-        self._policy = KeyPolicy(caps, args.block_reuse, args.chunked_prefill)
+        self._model_dir, self._args, self._names, self._caps = model_dir, args, names, policy.caps
+        self._policy, self._dtype = policy, dtype
+        self._kv_events = kv_events and args.block_reuse and self._caps.kv_events and not policy.placeholder
         self._llm: Any = None
         self._info: EngineInfo | None = None
         self._fatal: str | None = None

@@ -22,15 +22,17 @@ class KeyPolicy:
         caps: what the version understands.
         block_reuse: whether blocks are shared at all.
         chunked_prefill: whether a prompt may be computed in several passes.
+        placeholder: leave the media out of the keys (WRONG answers; for demonstration only).
     """
 
     caps: Capabilities
     block_reuse: bool
     chunked_prefill: bool
+    placeholder: bool = False
 
 
 def decide(request: EngineRequest, policy: KeyPolicy) -> KeyDecision:
-    """The keys of ``request``. A request with media is never keyed by its placeholder ids.
+    """The keys of ``request``. A request with media is never keyed by its placeholder ids, but for the demonstration.
 
     Raises:
         InvalidMetadata: media without metadata, or metadata that is not that of the prompt.
@@ -50,6 +52,8 @@ def decide(request: EngineRequest, policy: KeyPolicy) -> KeyDecision:
     runs = [layout.runs(item) for item in range(layout.num_items)]
     if [list(item_runs) for item_runs in mm.item_runs] != runs:
         raise InvalidMetadata("multimodal_run_positions", "is not where the prompt has its items")
+    if policy.placeholder:
+        return _checked(KeyDecision("text", None, None, request.cache_salt), policy)
     fields = FORMS[policy.caps.form](mm, layout)
     salt = request.cache_salt if request.reuse else unique_salt()
     if fields is not None:
