@@ -29,7 +29,8 @@ MODELS = (
     "toy",
 )
 GB200 = ("llama4-maverick", "llama4-scout", "qwen3-vl-30b-a3b-instruct")
-FILES = sorted(CONFIGS.rglob("*.yaml"))
+SERVE = CONFIGS / "serve"  # graphs of services, which are no engine configurations
+FILES = sorted(f for f in CONFIGS.rglob("*.yaml") if SERVE not in f.parents)
 GENERATING = [f for f in FILES if f.stem != "encode"]
 
 

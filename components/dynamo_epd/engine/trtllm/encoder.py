@@ -51,7 +51,7 @@ class TrtllmEncoder:
         self._names: Names = load_names()
         if not probe(self._names).encoder:
             raise ConfigError(
-                f"TensorRT-LLM {self._names.version} has no MultimodalEncoder whose handles can be read: use --encoder hf"
+                f"TensorRT-LLM {self._names.version} has no MultimodalEncoder with readable handles: use --encoder hf"
             )
         self._encoder: Any = None
 

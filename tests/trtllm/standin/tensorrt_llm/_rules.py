@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which variant of TensorRT-LLM this stand-in is, and where each of its rules comes from.
 
-It is for tests only. It has the public names that dynamo-epd touches, refuses what the real package refuses, and answers
-by running dynamo-epd's reference engine.
+It is for tests only. It has the public names that dynamo-epd touches, refuses what the real package refuses, and
+answers by running dynamo-epd's reference engine.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from typing import Any, NoReturn
 
 VARIANT = os.environ.get("DYNAMO_EPD_STANDIN", "seven")
-"""``seven``: ``MultimodalInput`` with run fields. ``item_runs``: with ``multimodal_item_runs`` instead. ``four``: an older
-release, with neither run fields nor a prefix sum of embedding rows, and media ids behind the vocabulary."""
+"""``seven``: ``MultimodalInput`` with run fields. ``item_runs``: with ``multimodal_item_runs`` instead. ``four``: an
+older release, with neither run fields nor a prefix sum of embedding rows, and media ids behind the vocabulary."""
 
 if VARIANT not in ("four", "seven", "item_runs"):
     raise ImportError(f"DYNAMO_EPD_STANDIN={VARIANT!r} is not four, seven or item_runs")
@@ -28,7 +28,7 @@ RULES: dict[str, str] = {
     "positions >= 0, lengths > 0",
     "uuids": "inputs/multimodal.py, MultimodalInput.__post_init__: None, or per hash a str or None",
     "runs-together": "inputs/multimodal.py, _validate_multimodal_runs: all three run fields or none",
-    "runs": "the same: offsets from 0, not decreasing, to the number of runs; lengths sum to the item's; ordered; int32",
+    "runs": "the same: offsets from 0, not decreasing, to the number of runs; lengths sum; runs ordered; int32",
     "item-runs": "the item-run line's prepare_multimodal_item_runs: (start, length, offsets), ordered, in the run, "
     "globally without overlap",
     "to-handle": "inputs/multimodal.py, MultimodalParams.to_handle: only 'multimodal_data'",
@@ -42,12 +42,12 @@ RULES: dict[str, str] = {
     "generation-state": "disaggregated_params.py, get_context_phase_params: generation needs what context returned",
     "cumsum": "inputs/multimodal.py, check_mm_embed_cumsum_if_needed: reuse and chunked prefill need the prefix sum",
     "cumsum-form": "inputs/multimodal.py, MultimodalRuntimeData.__post_init__: on the CPU, as long as the prompt",
-    "row-count": "modeling_multimodal_utils.py, fuse_input_embeds: as many rows as media tokens, else 'Multimodal token "
-    "count mismatch'",
+    "row-count": "modeling_multimodal_utils.py, fuse_input_embeds: as many rows as media tokens, else 'Multimodal "
+    "token count mismatch'",
     "media-ids": "modeling_multimodal_utils.py, filter_mm_token_from_input_ids: ids of get_mm_token_ids, or from the "
     "vocabulary's size on",
     "mrope": "pyexecutor/model_engine.py: M-RoPE models read mrope_config of every request, ids and deltas together",
-    "placeholder-keys": "kv_cache_manager_v2, _augment_tokens_for_block_reuse: without hashes the plain ids are the key",
+    "placeholder-keys": "kv_cache_manager_v2, _augment_tokens_for_block_reuse: without hashes plain ids are the key",
     "priority": "executor/request.py, GenerationRequest: priority in [0, 1]",
 }
 """Rule -> the public source (mid-2026 main, unless it says otherwise) that it was read off."""
