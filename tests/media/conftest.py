@@ -42,7 +42,8 @@ def image_file() -> Maker:
 
 @pytest.fixture(scope="session")
 def video_file() -> Maker:
-    """A video whose frame ``i`` has the grey value ``level(i)``; ``times`` are presentation times in 1/1000 s."""
+    """A video whose frame ``i`` has the grey value ``level(i)``; ``times`` are presentation times in 1/1000 s,
+    ``start`` is the first frame's number."""
 
     def make(
         container: str = "mp4",
@@ -54,9 +55,11 @@ def video_file() -> Maker:
         times: list[int] | None = None,
         audio: str | None = None,
         picture: np.ndarray | None = None,
+        start: int = 0,
+        options: dict[str, str] | None = None,
     ) -> bytes:
         out = BytesIO()
-        with av.open(out, "w", format=container) as file:
+        with av.open(out, "w", format=container, container_options=options) as file:
             stream = file.add_stream(codec, rate=fps)
             stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
             if times is not None:
@@ -65,6 +68,7 @@ def video_file() -> Maker:
             for i in range(count):
                 pixels = np.full((size[1], size[0], 3), 20 + i * 200 // count, np.uint8) if picture is None else picture
                 frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+                frame.pts = start + i
                 if times is not None:
                     frame.pts, frame.time_base = times[i], MILLISECOND
                 for packet in stream.encode(frame):

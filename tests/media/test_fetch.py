@@ -5,6 +5,7 @@ import asyncio
 import base64
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -159,12 +160,15 @@ async def test_redirects_are_checked(target: str, serve, open_policy) -> None:
 
 
 async def test_the_size_cap_holds_while_downloading(serve, open_policy) -> None:
+    written: list[int] = []
+
     async def handler(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         response.enable_chunked_encoding()
         await response.prepare(request)
         for _ in range(int(request.query_string)):
             await response.write(b"x" * 1000)
+            written.append(1000)
         return response
 
     base = await serve(handler)
@@ -172,6 +176,8 @@ async def test_the_size_cap_holds_while_downloading(serve, open_policy) -> None:
     assert len(await get(f"{base}/a?5", open_policy, limits)) == 5000
     assert "5000 byte" in await refused(f"{base}/a?6", open_policy, limits)
     assert "empty" in await refused(f"{base}/a?0", open_policy, limits)
+    assert "5000 byte" in await refused(f"{base}/a?100000", open_policy, limits)
+    assert sum(written) < 50_000_000
 
 
 async def test_a_server_that_does_not_answer_in_time(serve, open_policy) -> None:
@@ -315,6 +321,12 @@ async def test_nothing_outside_and_no_way_to_ask_what_exists(allowed: Path) -> N
     }
 
 
+async def test_paths_are_not_relative_to_the_workers_folder(allowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(allowed)
+    for url in ("a.png", "./a.png", "file:a.png"):
+        assert "absolute path" in await refused(url, local(allowed))
+
+
 async def test_what_is_not_a_regular_file(allowed: Path) -> None:
     os.mkfifo(allowed / "fifo")
     (allowed / "empty.png").touch()
@@ -339,6 +351,18 @@ async def test_the_size_cap_holds_while_reading() -> None:
     assert os.stat(status).st_size == 0
     assert len(await get(status, local(Path("/proc")))) > 5
     assert "limit of 5 bytes" in await refused(status, local(Path("/proc")), MediaLimits(max_file_size_bytes=5))
+
+
+async def test_a_file_that_grows_is_not_read_to_its_end(allowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(allowed / "large.png", "wb") as file:
+        file.truncate(64 << 20)
+    before = os.stat(allowed / "a.png")
+    monkeypatch.setattr(os, "fstat", lambda descriptor: before)
+    tracemalloc.start()
+    message = await refused(str(allowed / "large.png"), local(allowed), MediaLimits(max_file_size_bytes=1 << 20))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "limit of 1048576 bytes" in message and peak < 8 << 20
 
 
 async def test_a_file_that_may_not_be_read(allowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

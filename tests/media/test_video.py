@@ -2,12 +2,17 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
+from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 
 from dynamo_epd.contract.errors import InvalidRequest
+from dynamo_epd.media import video as module
 from dynamo_epd.media.limits import MediaLimits
 from dynamo_epd.media.video import DecodedVideo, Sampler, VideoInfo, decode_video, sampler
 
@@ -177,18 +182,57 @@ def test_a_truncated_mp4(video_file) -> None:
     assert "not a video" in refused(data[: len(data) // 2])
 
 
-@pytest.mark.parametrize(
-    "text", ["#EXTM3U\n#EXTINF:3,\nfile://{}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {}\n"]
-)
-def test_a_playlist_opens_no_other_file(text: str, video_file, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["#EXTM3U\n#EXTINF:3,\n{}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {}\n"])
+def test_a_playlist_opens_no_other_file(text: str, video_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret.mp4").write_bytes(video_file())
-    assert "not a video" in refused(text.format(tmp_path / "secret.mp4").encode())
+    monkeypatch.chdir(tmp_path)
+    for name in ("secret.mp4", f"file://{tmp_path}/secret.mp4"):
+        assert "not a video" in refused(text.format(name).encode())
 
 
-def test_fewer_frames_than_the_container_announces(video_file) -> None:
-    """The stream begins in the middle: what cannot be decoded does not shift the frames that can."""
-    data = video_file("mpegts", "libx264")
-    whole = decode(data)
+def test_cover_art_is_no_moving_picture(sine) -> None:
+    out = BytesIO()
+    with av.open(out, "w", format="mp4") as file:
+        sound, cover = file.add_stream("aac", rate=16000, layout="mono"), file.add_stream("mjpeg", rate=1)
+        cover.width, cover.height, cover.pix_fmt = 32, 32, "yuvj420p"
+        cover.disposition = av.stream.Disposition.attached_pic
+        wave = av.AudioFrame.from_ndarray(sine(16000, 1)[None], format="fltp", layout="mono")
+        wave.sample_rate, wave.pts = 16000, 0
+        for stream, frame in ((cover, av.VideoFrame(32, 32, "rgb24")), (sound, wave)):
+            for packet in [*stream.encode(frame), *stream.encode()]:
+                file.mux(packet)
+    assert "no moving picture" in refused(out.getvalue())
+
+
+def test_frames_that_an_edit_list_cuts_off_are_not_counted(video_file) -> None:
+    """The first 5 of 20 frames are needed to decode the rest, and are not shown."""
+    data = video_file(count=20, start=-5, options={"avoid_negative_ts": "disabled", "use_editlist": "1"})
+    with av.open(BytesIO(data)) as file:
+        assert sum(packet.is_discard for packet in file.demux(video=0)) == 5
+    video = decode(data, sampler(num_frames=2))
+    assert (video.total_frames, video.frame_indices, video.timestamps) == (15, (0, 14), (0.0, 1.4))
+    assert np.abs(np.array(levels(video)) - [70, 210]).max() <= 4
+    assert decode(data, lambda info: [info.total_frames // 2]).frame_indices == (7,)
+
+
+def test_fewer_frames_than_the_packets_announce(video_file, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some codecs have packets that show nothing; the rule is asked again with the frames that there are."""
+    scan = module._scan
+
+    def announce_more(data: bytes, limits: MediaLimits, label: str) -> tuple[VideoInfo, Fraction]:
+        found, rate = scan(data, limits, label)
+        return replace(found, total_frames=40, duration=4.0, timestamps=np.arange(40) / 10), rate
+
+    monkeypatch.setattr(module, "_scan", announce_more)
+    video = decode(video_file(), sampler(num_frames=2))
+    assert (video.total_frames, video.frame_indices, video.timestamps) == (30, (0, 29), (0.0, 2.9))
+    assert video.duration == pytest.approx(3.0)
+    assert np.array_equal(video.frames[1], decode(video_file()).frames[-1])
+
+
+def test_a_stream_that_begins_in_the_middle(video_file) -> None:
+    """Refused, or with the frames that can be decoded; never with frames under other times."""
+    data = video_file("mpegts")
     packet = 188
     cut = data[: 3 * packet] + data[len(data) // packet // 3 * packet :]
     try:
@@ -196,8 +240,7 @@ def test_fewer_frames_than_the_container_announces(video_file) -> None:
     except InvalidRequest as error:
         assert error.item == LABEL
     else:
-        assert 0 < part.total_frames < whole.total_frames
-        assert len(part.frames) == part.total_frames == len(part.timestamps)
+        assert 0 < len(part.frames) == part.total_frames == len(part.timestamps) < 30
 
 
 # --- Sampling rules
