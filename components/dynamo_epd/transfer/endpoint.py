@@ -9,34 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import blake3
-import numpy as np
 
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .arena import Arena, Content, Hold, Waiter
-from .config import GRANULE, TransferConfig
-from .control import Link, close_server, dial, listen
+from .carrier import Carrier
+from .config import TransferConfig
+from .control import Link
 from .fetches import Fetch, Fetches, Watcher
-from .memory import HEADER_BYTES, Region, machine_id
-from .offers import Offers, Write, slot_index
-from .peers import Peer, choose_way
-from .plane import DataPlane, Move, Place
-from .protocol import AnyMessage, Cancel, Check, Checked, Done, Ended, Hello, Message, Pull, Reading, Wire
+from .links import Links
+from .memory import Region, machine_id
+from .offers import Offers, Receiver, Write
+from .peers import Peer
+from .plane import DataPlane
+from .protocol import Checked, Hello, Message
 from .store import Store
 
-logger = logging.getLogger(__name__)
-
 _TICK_S = 0.05
-_INLINE_BYTES = 1 << 20
-"""Copies up to this size (about 0.1 ms) are made on the event loop; a thread would take longer to wake."""
 
 
 class Endpoint:
@@ -59,46 +52,31 @@ class Endpoint:
         )
         self.offers = Offers(self, config.offer_ttl, config.timeout)
         self.fetches = Fetches(self.arena, self, config.verify_transfers, settle=config.timeout)
-        self.observe: Callable[[float, int], None] = lambda seconds, nbytes: None
+        self.observe: Callable[[float], None] = lambda seconds: None
+        self.moved_bytes = 0
         self.failures: dict[str, int] = {}
         self.address = ""
-        self._plane = plane
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._bytes = region.payload.numpy() if region.kind == "host" else np.empty(0, np.uint8)
-        self._server: asyncio.Server | None = None
-        self._copier = ThreadPoolExecutor(2, thread_name_prefix="epd-copy")
+        self._carrier = Carrier(region, plane, self._loop)
         self._timer: asyncio.TimerHandle | None = None
-        self._flights: dict[str, Fetch] = {}
-        self._accepted: dict[Peer, None] = {}
-        self._dialled: dict[str, Peer] = {}
-        self._dialling: dict[str, asyncio.Task[None]] = {}
-        self._wanting: dict[str, list[Fetch]] = {}
-        self._greetings: dict[Peer, asyncio.Future[None]] = {}
         self._moves: dict[Write, int] = {}
-        self._probing = asyncio.Lock()
         self._closed = False
+        self.links = Links(
+            _hello(agent, region, plane),
+            region,
+            plane,
+            config.mode,
+            config.timeout,
+            self.offers,
+            self.fetches,
+            clock,
+            self._arm,
+        )
 
     async def open(self, host: str) -> None:
-        """Start to listen."""
-        self._server, self.address = await listen(host, self.config.port, lambda: Peer(self))
-
-    @property
-    def _hello(self) -> Hello:
-        region, metadata = self.region, self._plane.metadata if self._plane else b""
-        return Hello(
-            agent=self.agent,
-            machine=machine_id(),
-            pid=os.getpid(),
-            fd=region.fd,
-            kind=region.kind,
-            device=region.device,
-            size=region.size,
-            base=region.base,
-            table_base=region.table_base,
-            nonce=region.nonce,
-            metadata=metadata,
-        )
+        """Start to listen. Raises ``OSError``."""
+        self.address = await self.links.open(host, self.config.port)
 
     # What the workers call.
 
@@ -194,6 +172,9 @@ class Endpoint:
                     self.decline(ref)
         return [found[i] for i in range(len(refs))]
 
+    def decline(self, ref: TensorRef) -> None:
+        self.links.decline(ref.endpoint, ref.agent, ref.offer, ref.generation)
+
     def keep(self, digest: str, slot: Hold) -> None:
         self.store.keep(digest, slot)
 
@@ -204,21 +185,15 @@ class Endpoint:
         if self._closed:
             return
         self._closed = True
-        if self._server is not None:
-            await close_server(self._server)
+        await self.links.stop_dialling()
         self.offers.close()
         self.fetches.close()
-        for task in list(self._dialling.values()):
-            task.cancel()
         # The peers take the end of a link for the end of all use of their memory, so the data plane goes first.
-        if self._plane is not None:
-            await self._loop.run_in_executor(None, self._plane.close)
-        for peer in [*self._accepted, *self._dialled.values()]:
-            peer.link.close()
+        await self._carrier.close()
+        self.links.close()
         if self._timer is not None:
             self._timer.cancel()
         self.store.clear()
-        self._copier.shutdown(wait=False)
         self.region.close()
 
     # Fetching.
@@ -247,7 +222,7 @@ class Endpoint:
                 raise TransferError("protocol", f"row {first} of a tensor of shape {ref.shape} was asked for")
         if leads:
             watchers = [self._watcher(deadline) for _ in leads]
-            fetches = self.fetches.start(list(leads.values()), [watcher for watcher, _ in watchers])
+            fetches = self.fetches.start(list(leads.values()), [watcher for watcher, _ in watchers], self._clock())
             led.update(leads)
             for i, fetch, (watcher, outcome) in zip(leads, fetches, watchers, strict=True):
                 outcomes[i] = outcome
@@ -272,248 +247,67 @@ class Endpoint:
         if not future.done():
             future.add_done_callback(lambda f: self.fetches.unwatch(fetch, watcher) if f.cancelled() else None)
 
-    def decline(self, ref: TensorRef) -> None:
-        """Tell the offering side that its offer is over; when it cannot be told, its time to live tells it."""
-        peer = self._dialled.get(ref.endpoint)
-        if peer is not None and peer.hello.agent == ref.agent:
-            with contextlib.suppress(TransferError):
-                peer.link.send(Done(ref.offer, ref.generation))
+    # What the machines have done for them.
 
     def connect(self, fetch: Fetch) -> None:
-        address = fetch.ref.endpoint
-        peer = self._dialled.get(address)
-        if peer is not None:
-            self.fetches.connected(fetch, peer)
-            return
-        self._wanting.setdefault(address, []).append(fetch)
-        if address not in self._dialling:
-            self._dialling[address] = self._loop.create_task(self._dial(address))
-
-    async def _dial(self, address: str) -> None:
-        peer, error = Peer(self, address), None
-        try:
-            await asyncio.wait_for(self._meet(peer), self.config.timeout)
-            if not peer.alive:
-                raise TransferError("peer_lost", f"the connection to {address} ended")
-        except asyncio.TimeoutError:
-            error = TransferError("timeout", f"the transfer endpoint at {address} does not answer")
-        except TransferError as fault:
-            error = fault
-        finally:
-            self._greetings.pop(peer, None)
-            del self._dialling[address]
-            waiting = self._wanting.pop(address, [])
-            if error is None and not self._closed:
-                self._dialled[address] = peer
-                self.fetches.met(peer, self._clock())
-                logger.info("transfers from %s at %s go by %s", peer.hello.agent, address, peer.way)
-            elif hasattr(peer, "link"):
-                peer.link.close()
-        for fetch in waiting:
-            if error is None:
-                self.fetches.connected(fetch, peer)
-            else:
-                self.fetches.failed(fetch, error)
-
-    async def _meet(self, peer: Peer) -> None:
-        peer.link = await dial(peer.address, peer)
-        greeted = self._greetings[peer] = self._loop.create_future()
-        peer.link.send(self._hello)
-        await greeted
-        await choose_way(peer, self._hello, self.config.mode, self.region, self._plane, self._probing)
+        self.links.connect(fetch)
 
     def move(self, fetch: Fetch) -> None:
-        peer, ref, slot = fetch.source, fetch.ref, fetch.slot
-        if not isinstance(peer, Peer) or slot is None:
-            return
-        source, target = slot_index(ref.offer), slot.allocation.index * GRANULE
-        if peer.way == "map":
-            if fetch.nbytes <= _INLINE_BYTES:
-                self.fetches.moved(fetch, self._copy(peer, source, ref.generation, fetch.skip, target, fetch.nbytes))
-                return
-            job = self._loop.run_in_executor(
-                self._copier, self._copy, peer, source, ref.generation, fetch.skip, target, fetch.nbytes
+        if isinstance(fetch.source, Peer) and fetch.slot is not None:
+            self._carrier.bring(
+                fetch.source, fetch.ref, fetch.skip, fetch.nbytes, fetch.slot, lambda error: self._moved(fetch, error)
             )
-            job.add_done_callback(lambda done: self.fetches.moved(fetch, _outcome(done)))
-        elif self._plane is not None:
-            hello, region = peer.hello, self.region
-            move = Move(
-                "read",
-                hello.agent,
-                Place(region.base + target, region.kind, region.device),
-                Place(hello.base + source * GRANULE + fetch.skip, hello.kind, hello.device),
-                fetch.nbytes,
-                ref.generation,
-                hello.table_base + HEADER_BYTES + 8 * source,
-            )
-            self._plane.move(move, lambda error: self.fetches.moved(fetch, _read_error(error, ref)))
 
-    def _copy(
-        self, peer: Peer, index: int, generation: int, skip: int, target: int, nbytes: int
-    ) -> TransferError | None:
-        mapped = peer.mapped
-        if mapped is None or mapped.table[index] != generation:
-            return TransferError("expired", "the offer had ended before its bytes were read")
-        start = index * GRANULE + skip
-        np.copyto(self._bytes[target : target + nbytes], mapped.payload[start : start + nbytes])
-        if mapped.table[index] != generation:
-            return TransferError("generation", "the offered memory was used for something else while it was read")
-        return None
+    def _moved(self, fetch: Fetch, error: TransferError | None) -> None:
+        self.fetches.moved(fetch, error)
+        self._arm()
+
+    def over(self, fetch: Fetch, error: TransferError | None) -> None:
+        if error is None:
+            self.moved_bytes += fetch.nbytes
+            self.observe(self._clock() - fetch.begun)
 
     def sum_slot(self, fetch: Fetch) -> None:
         if fetch.slot is not None:
-            job = self._loop.run_in_executor(self._copier, self._sum, fetch.slot, 0, fetch.nbytes)
-            job.add_done_callback(lambda done: self.fetches.summed(fetch, done.result()))
-
-    def _sum(self, slot: Hold, skip: int, nbytes: int) -> bytes:
-        start = slot.allocation.index * GRANULE + skip
-        data = self.region.payload[start : start + nbytes].cpu().numpy()
-        return blake3.blake3(memoryview(data)).digest()
-
-    def over(self, fetch: Fetch, error: TransferError | None) -> None:
-        self._arm()
-
-    # Offering.
+            self._carrier.checksum(fetch.slot, 0, fetch.nbytes, lambda done: self.fetches.summed(fetch, done))
 
     def write(self, write: Write) -> None:
-        peer, plane, region = write.receiver, self._plane, self.region
-        if not isinstance(peer, Peer) or plane is None or not peer.loaded:
-            self.offers.written(write, "cancelled")
-            return
-        hello = peer.hello
-        move = Move(
-            "write",
-            hello.agent,
-            Place(region.base + write.slot.allocation.index * GRANULE + write.skip, region.kind, region.device),
-            Place(hello.base + write.target, hello.kind, hello.device),
-            write.nbytes,
+        peer = write.receiver
+        number = (
+            self._carrier.send(
+                peer, write.slot, write.skip, write.nbytes, write.target, lambda error: self._written(write, error)
+            )
+            if isinstance(peer, Peer)
+            else None
         )
-        self._moves[write] = plane.move(move, lambda error: self._written(write, error))
+        if number is None:
+            self.offers.written(write, "cancelled")
+        else:
+            self._moves[write] = number
 
     def _written(self, write: Write, error: str) -> None:
         self._moves.pop(write, None)
         self.offers.written(write, error)
-        peer = write.receiver
-        if isinstance(peer, Peer) and peer.fault is not None:
-            self.faulted(peer, peer.fault)
+        if isinstance(write.receiver, Peer) and write.receiver.fault is not None:
+            self.links.close_when_quiet(write.receiver)
 
     def abort(self, write: Write) -> None:
-        if self._plane is not None and write in self._moves:
-            self._plane.cancel(self._moves[write])
+        if write in self._moves:
+            self._carrier.cancel(self._moves[write])
 
-    def checksum(self, receiver: object, request: int, slot: Hold | None, skip: int, nbytes: int) -> None:
-        if not isinstance(receiver, Peer):
-            return
-        if slot is None:
-            self.send(receiver.link, Checked(request, b""))
-            return
-        held = slot
-        job = self._loop.run_in_executor(self._copier, self._sum, held, skip, nbytes)
-
-        def answer(done: asyncio.Future[bytes]) -> None:
-            held.release()
+    def answer_check(self, receiver: Receiver, request: int, slot: Hold, skip: int, nbytes: int) -> None:
+        def answer(checksum: bytes) -> None:
+            slot.release()
             with contextlib.suppress(TransferError):
-                self.send(receiver.link, Checked(request, done.result()))
+                receiver.link.send(Checked(request, checksum))
 
-        job.add_done_callback(answer)
-
-    # Both.
+        self._carrier.checksum(slot, skip, nbytes, answer)
 
     def send(self, link: Link, message: Message) -> None:
         link.send(message)
 
     def expect(self, nbytes: int, on: bool) -> None:
-        if self._plane is not None:
-            (self._plane.expect if on else self._plane.unexpect)(nbytes)
-
-    def greeted(self, peer: Peer) -> None:
-        if peer.address:
-            greeting = self._greetings.pop(peer, None)
-            if greeting is not None and not greeting.done():
-                greeting.set_result(None)
-        else:
-            self._accepted[peer] = None
-            peer.link.send(self._hello)
-
-    def dispatch(self, peer: Peer, message: AnyMessage) -> None:
-        now = self._clock()
-        if peer.address:
-            if isinstance(message, Ended):
-                self.fetches.ended(peer, message, now)
-            elif isinstance(message, Checked):
-                self.fetches.checked(peer, message.checksum, message.request)
-            elif isinstance(message, Wire):
-                answer = peer.answers.get(message.request)
-                if answer is not None and not answer.done():
-                    answer.set_result(message.error)
-            else:
-                raise TransferError("protocol", f"an offering peer may not send {type(message).__name__}")
-        elif isinstance(message, Pull):
-            self.offers.pull(peer, message, now)
-        elif isinstance(message, Reading):
-            self.offers.reading(peer, message, now)
-        elif isinstance(message, Done):
-            self.offers.done(peer, message)
-        elif isinstance(message, Cancel):
-            self.offers.cancel(peer, message)
-        elif isinstance(message, Check):
-            self.offers.check(peer, message)
-        elif isinstance(message, Wire):
-            self._wire(peer, message)
-        else:
-            raise TransferError("protocol", f"a fetching peer may not send {type(message).__name__}")
-        self._arm()
-
-    def _wire(self, peer: Peer, message: Wire) -> None:
-        plane = self._plane
-        if plane is None:
-            peer.link.send(Wire(message.request, False, f"{self.agent} runs without NIXL"))
-            return
-
-        def ready(error: str) -> None:
-            peer.loaded = peer.loaded or not error
-            if not error and message.on != peer.wired:
-                peer.wired = message.on
-                self.expect(0, message.on)
-            if not peer.alive:
-                self._unload(peer)
-            with contextlib.suppress(TransferError):
-                peer.link.send(Wire(message.request, message.on, error[:1000]))
-
-        if peer.loaded:
-            ready("")
-        else:
-            plane.load(peer.hello.agent, peer.hello.metadata, ready)
-
-    def _unload(self, peer: Peer) -> None:
-        if peer.wired:
-            peer.wired = False
-            self.expect(0, False)
-        if peer.loaded and self._plane is not None:
-            peer.loaded = False
-            self._plane.forget(peer.hello.agent)
-
-    def faulted(self, peer: Peer, error: TransferError) -> None:
-        logger.warning("closing the link to a peer: %s", error)
-        # The peer takes the end of the link for the end of all writes to its memory.
-        if not any(write.receiver is peer for write in self._moves):
-            peer.link.close()
-
-    def lost(self, peer: Peer, error: TransferError, dead: bool) -> None:
-        greeting = self._greetings.pop(peer, None)
-        if greeting is not None and not greeting.done():
-            greeting.set_exception(TransferError(error.reason, str(error)))
-        self._accepted.pop(peer, None)
-        if self._dialled.get(peer.address) is peer:
-            del self._dialled[peer.address]
-        if not peer.alive:
-            return
-        if peer.address:
-            self.fetches.lost(peer, error, dead, self._clock())
-        else:
-            self.offers.lost(peer)
-        self._unload(peer)
-        self._arm()
+        self._carrier.expect(nbytes, on)
 
     def _deadline(self, timeout: float | None) -> float:
         return self._clock() + (self.config.timeout if timeout is None else timeout)
@@ -553,14 +347,17 @@ def _require_same(ref: TensorRef, content: Content | None, nbytes: int) -> None:
         )
 
 
-def _outcome(done: asyncio.Future[TransferError | None]) -> TransferError | None:
-    fault = done.exception()
-    return TransferError("peer_lost", f"copy failed: {fault}") if fault is not None else done.result()
-
-
-def _read_error(error: str, ref: TensorRef) -> TransferError | None:
-    if not error:
-        return None
-    if error == "generation":
-        return TransferError("generation", f"the memory of offer {ref.offer} was used for something else")
-    return TransferError("peer_lost", f"reading from {ref.endpoint}: {error}")
+def _hello(agent: str, region: Region, plane: DataPlane | None) -> Hello:
+    return Hello(
+        agent=agent,
+        machine=machine_id(),
+        pid=os.getpid(),
+        fd=region.fd,
+        kind=region.kind,
+        device=region.device,
+        size=region.size,
+        base=region.base,
+        table_base=region.table_base,
+        nonce=region.nonce,
+        metadata=plane.metadata if plane else b"",
+    )

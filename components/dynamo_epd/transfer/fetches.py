@@ -57,6 +57,7 @@ class Fetch:
     Attributes:
         skip: bytes of the offered tensor that are left out at its start.
         request: number of the pull, and of the check.
+        begun: when it was begun.
         busy: the data plane, or this process's own copy, is using the slot.
         granted: the peer may write to the slot until it says ``Ended``.
     """
@@ -66,6 +67,7 @@ class Fetch:
     nbytes: int
     content: Content
     request: int
+    begun: float
     watchers: dict[Watcher, None] = field(default_factory=dict)
     state: FetchState = FetchState.MEMORY
     slot: Hold | None = None
@@ -99,7 +101,7 @@ class FetchEffects(Protocol):
         ...
 
     def over(self, fetch: Fetch, error: TransferError | None) -> None:
-        """The fetch has ended, one way or the other; nobody can join it any more."""
+        """The fetch has ended, one way or the other."""
         ...
 
 
@@ -137,7 +139,7 @@ class Fetches:
         """The fetch under way that brings the whole tensor of ``digest``."""
         return self._whole.get(digest)
 
-    def start(self, wanted: Sequence[tuple[TensorRef, int]], watchers: Sequence[Watcher]) -> list[Fetch]:
+    def start(self, wanted: Sequence[tuple[TensorRef, int]], watchers: Sequence[Watcher], now: float) -> list[Fetch]:
         """Begin one fetch per ``(ref, bytes to skip)``, each with its first watcher; memory comes for all or for none.
 
         Raises:
@@ -148,7 +150,7 @@ class Fetches:
             self._requests += 1
             row = ref.nbytes // ref.shape[0]
             content = Content((ref.shape[0] - skip // row, *ref.shape[1:]), ref.dtype)
-            fetches.append(Fetch(ref, skip, ref.nbytes - skip, content, self._requests, {watcher: None}))
+            fetches.append(Fetch(ref, skip, ref.nbytes - skip, content, self._requests, now, {watcher: None}))
         sizes = [fetch.nbytes for fetch in fetches]
         slots = self._arena.take(sizes)
         self._active.update(dict.fromkeys(fetches))

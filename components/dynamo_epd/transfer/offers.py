@@ -14,7 +14,7 @@ from typing import Protocol
 from .arena import Hold
 from .config import GRANULE
 from .control import Link
-from .protocol import Cancel, Check, Done, Ended, Hello, Message, Outcome, Pull, Reading
+from .protocol import Cancel, Check, Checked, Done, Ended, Hello, Message, Outcome, Pull, Reading
 
 _INDEX_BITS = 24
 
@@ -77,8 +77,8 @@ class OfferEffects(Protocol):
         """Hurry the end of a write."""
         ...
 
-    def checksum(self, receiver: Receiver, request: int, slot: Hold | None, skip: int, nbytes: int) -> None:
-        """Answer with ``Checked`` and release ``slot``; with an empty checksum where there is no slot."""
+    def answer_check(self, receiver: Receiver, request: int, slot: Hold, skip: int, nbytes: int) -> None:
+        """Answer with ``Checked``, then release ``slot``."""
         ...
 
     def expect(self, nbytes: int, on: bool) -> None:
@@ -113,6 +113,10 @@ class Offers:
     def writing(self) -> int:
         """Writes whose memory is in use now."""
         return len(self._writes)
+
+    def writes_to(self, receiver: Receiver) -> bool:
+        """Whether any write to the receiver's memory is under way."""
+        return any(write.receiver is receiver for write in self._writes.values())
 
     @property
     def busy(self) -> bool:
@@ -181,9 +185,9 @@ class Offers:
     def check(self, receiver: Receiver, message: Check) -> None:
         offer, _ = self._find(receiver, message.offer, message.generation)
         if offer is None or message.skip + message.nbytes > offer.nbytes:
-            self._effects.checksum(receiver, message.request, None, 0, 0)
+            self._effects.send(receiver.link, Checked(message.request, b""))
         else:
-            self._effects.checksum(receiver, message.request, offer.slot.hold(), message.skip, message.nbytes)
+            self._effects.answer_check(receiver, message.request, offer.slot.hold(), message.skip, message.nbytes)
 
     def done(self, receiver: Receiver, message: Done) -> None:
         offer, _ = self._find(receiver, message.offer, message.generation)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..contract.errors import TransferError
 from .config import Mode, shared_memory_allowed
@@ -14,13 +14,26 @@ from .control import Link
 from .fetches import Way
 from .memory import MAGIC, NONCE_BYTES, Mapped, Region, map_region
 from .plane import DataPlane, Move, Place
-from .protocol import AnyMessage, Hello, Wire
+from .protocol import AnyMessage, Hello, Message, Wire
 
 logger = logging.getLogger(__name__)
 
 _HEADER_BYTES = len(MAGIC) + NONCE_BYTES
 _PATIENCE_S = 0.03
 """A read that the fabric does by itself takes microseconds; one that needs the peer's CPU never ends without it."""
+
+
+class _NoLink:
+    """Stands where there is no connection yet."""
+
+    def send(self, message: Message) -> None:
+        raise TransferError("peer_lost", "the peer is not connected")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+_NO_LINK = _NoLink()
 
 
 class Owner(Protocol):
@@ -46,11 +59,13 @@ class Peer:
         loaded: the data plane knows it.
         wired: the data plane makes progress for it.
         fault: what it did wrong; nothing more is read from it.
+        alive: it has said hello, and its link has not ended.
+        greeting: done when it has said hello.
     """
 
     def __init__(self, owner: Owner, address: str = ""):
         self.address = address
-        self.link: Link
+        self.link: Link = _NO_LINK
         self.hello: Hello
         self.way: Way = "write"
         self.mapped: Mapped | None = None
@@ -58,7 +73,8 @@ class Peer:
         self.wired = False
         self.fault: TransferError | None = None
         self.alive = False
-        self.answers: dict[int, asyncio.Future[str]] = {}
+        self.greeting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answers: dict[int, asyncio.Future[str]] = {}
         self._owner = owner
         self._requests = 0
 
@@ -68,6 +84,8 @@ class Peer:
         elif isinstance(message, Hello):
             self.link, self.hello, self.alive = link, message, True
             self._owner.greeted(self)
+            if not self.greeting.done():
+                self.greeting.set_result(None)
         else:
             raise TransferError("protocol", f"{type(message).__name__} came before Hello")
 
@@ -76,11 +94,26 @@ class Peer:
         self._owner.faulted(self, error)
 
     def lost(self, link: Link, error: TransferError, dead: bool) -> None:
-        for answer in self.answers.values():
-            if not answer.done():
-                answer.set_exception(TransferError(error.reason, str(error)))
-        self._owner.lost(self, self.fault or error, dead)
-        self.alive = False
+        error = self.fault or error
+        if self.address:
+            waiting: list[asyncio.Future[Any]] = [self.greeting, *self._answers.values()]
+            for answer in waiting:
+                if not answer.done():
+                    answer.set_exception(TransferError(error.reason, str(error)))
+        if self.alive:
+            self.alive = False
+            self._owner.lost(self, error, dead)
+
+    def answered(self, message: Wire) -> None:
+        """The peer's answer to ``wire``."""
+        answer = self._answers.get(message.request)
+        if answer is not None and not answer.done():
+            answer.set_result(message.error)
+
+    def close(self) -> None:
+        """Close the link, if there is one, and let nobody wait for it."""
+        self.greeting.cancel()
+        self.link.close()
 
     async def wire(self, on: bool) -> None:
         """Have the peer drive its data plane for this process, or stop doing so; returns when it does.
@@ -90,13 +123,13 @@ class Peer:
         """
         self._requests += 1
         answer = asyncio.get_running_loop().create_future()
-        self.answers[self._requests] = answer
+        self._answers[self._requests] = answer
         try:
             self.link.send(Wire(self._requests, on))
             if error := await answer:
                 raise TransferError("peer_lost", error)
         finally:
-            self.answers.pop(self._requests, None)
+            self._answers.pop(self._requests, None)
 
 
 async def choose_way(
@@ -159,11 +192,14 @@ async def _probe(peer: Peer, region: Region, plane: DataPlane) -> None:
 
 async def _reads_alone(peer: Peer, region: Region, plane: DataPlane) -> bool:
     probe = asyncio.ensure_future(_probe(peer, region, plane))
-    done, _ = await asyncio.wait({probe}, timeout=_PATIENCE_S)
-    if not done:
-        await peer.wire(True)
-    await probe
-    return bool(done)
+    try:
+        done, _ = await asyncio.wait({probe}, timeout=_PATIENCE_S)
+        if not done:
+            await peer.wire(True)
+        await probe
+        return bool(done)
+    finally:
+        probe.cancel()
 
 
 async def _ended(start: Callable[[Callable[[str], None]], object]) -> None:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The links of a process: dialled to fetch, accepted to serve; and who gets what comes over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from ..contract.errors import TransferError
+from .config import Mode
+from .control import close_server, dial, listen
+from .fetches import Fetch, Fetches
+from .memory import Region
+from .offers import Offers
+from .peers import Peer, choose_way
+from .plane import DataPlane
+from .protocol import AnyMessage, Cancel, Check, Checked, Done, Ended, Hello, Pull, Reading, Wire
+
+logger = logging.getLogger(__name__)
+
+
+class Links:
+    """Connects the two machines of a process to their peers.
+
+    Args:
+        hello: what this process says of itself; ``region`` and ``plane`` are what it says it of.
+        timeout: seconds that reaching a peer may take.
+        stepped: called when one of the machines was stepped, and may have new deadlines.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        region: Region,
+        plane: DataPlane | None,
+        mode: Mode,
+        timeout: float,
+        offers: Offers,
+        fetches: Fetches,
+        clock: Callable[[], float],
+        stepped: Callable[[], None],
+    ):
+        self._hello = hello
+        self._region = region
+        self._plane = plane
+        self._mode = mode
+        self._timeout = timeout
+        self._offers = offers
+        self._fetches = fetches
+        self._clock = clock
+        self._stepped = stepped
+        self._loop = asyncio.get_running_loop()
+        self._server: asyncio.Server | None = None
+        self._accepted: dict[Peer, None] = {}
+        self._dialled: dict[str, Peer] = {}
+        self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._wanting: dict[str, list[Fetch]] = {}
+        self._probing = asyncio.Lock()
+        self._closed = False
+
+    async def open(self, host: str, port: int) -> str:
+        """Start to listen; returns the address for peers. Raises ``OSError``."""
+        self._server, address = await listen(host, port, lambda: Peer(self))
+        return address
+
+    def ways(self) -> dict[str, str]:
+        """How bytes come from each peer that was dialled, by its agent's name."""
+        return {peer.hello.agent: peer.way for peer in self._dialled.values()}
+
+    def connect(self, fetch: Fetch) -> None:
+        """Have ``fetches.connected`` or ``fetches.failed`` called, now or later."""
+        address = fetch.ref.endpoint
+        peer = self._dialled.get(address)
+        if peer is not None:
+            self._fetches.connected(fetch, peer)
+            return
+        self._wanting.setdefault(address, []).append(fetch)
+        if address not in self._dialling:
+            self._dialling[address] = self._loop.create_task(self._dial(address))
+
+    def decline(self, address: str, agent: str, offer: int, generation: int) -> None:
+        """Tell a peer that its offer is over, if it is connected."""
+        peer = self._dialled.get(address)
+        if peer is not None and peer.hello.agent == agent:
+            with contextlib.suppress(TransferError):
+                peer.link.send(Done(offer, generation))
+
+    async def stop_dialling(self) -> None:
+        """Accept and dial nobody any more."""
+        self._closed = True
+        if self._server is not None:
+            await close_server(self._server)
+        for task in list(self._dialling.values()):
+            task.cancel()
+
+    def close(self) -> None:
+        """Close all links."""
+        for peer in [*self._accepted, *self._dialled.values()]:
+            peer.link.close()
+
+    async def _dial(self, address: str) -> None:
+        peer = Peer(self, address)
+        error: TransferError | None = TransferError("cancelled", "the transfer layer was closed")
+        try:
+            await asyncio.wait_for(self._meet(peer), self._timeout)
+            error = None if peer.alive else TransferError("peer_lost", f"the connection to {address} ended")
+        except asyncio.TimeoutError:
+            error = TransferError("timeout", f"the transfer endpoint at {address} does not answer")
+        except TransferError as fault:
+            error = fault
+        finally:
+            del self._dialling[address]
+            waiting = self._wanting.pop(address, [])
+            if error is None:
+                self._dialled[address] = peer
+                self._fetches.met(peer, self._clock())
+                logger.info("transfers from %s at %s go by %s", peer.hello.agent, address, peer.way)
+                for fetch in waiting:
+                    self._fetches.connected(fetch, peer)
+            else:
+                peer.close()
+                for fetch in waiting:
+                    self._fetches.failed(fetch, error)
+            self._stepped()
+
+    async def _meet(self, peer: Peer) -> None:
+        peer.link = await dial(peer.address, peer)
+        peer.link.send(self._hello)
+        await peer.greeting
+        await choose_way(peer, self._hello, self._mode, self._region, self._plane, self._probing)
+
+    # What peers tell.
+
+    def greeted(self, peer: Peer) -> None:
+        if not peer.address:
+            self._accepted[peer] = None
+            peer.link.send(self._hello)
+
+    def dispatch(self, peer: Peer, message: AnyMessage) -> None:
+        now = self._clock()
+        if peer.address:
+            if isinstance(message, Ended):
+                self._fetches.ended(peer, message, now)
+            elif isinstance(message, Checked):
+                self._fetches.checked(peer, message.checksum, message.request)
+            elif isinstance(message, Wire):
+                peer.answered(message)
+            else:
+                raise TransferError("protocol", f"an offering peer may not send {type(message).__name__}")
+        elif isinstance(message, Pull):
+            self._offers.pull(peer, message, now)
+        elif isinstance(message, Reading):
+            self._offers.reading(peer, message, now)
+        elif isinstance(message, Done):
+            self._offers.done(peer, message)
+        elif isinstance(message, Cancel):
+            self._offers.cancel(peer, message)
+        elif isinstance(message, Check):
+            self._offers.check(peer, message)
+        elif isinstance(message, Wire):
+            self._wire(peer, message)
+        else:
+            raise TransferError("protocol", f"a fetching peer may not send {type(message).__name__}")
+        self._stepped()
+
+    def faulted(self, peer: Peer, error: TransferError) -> None:
+        logger.warning("closing the link to a peer: %s", error)
+        self.close_when_quiet(peer)
+
+    def close_when_quiet(self, peer: Peer) -> None:
+        """Close a link as soon as nothing is written to its peer: it takes the link's end for the end of all writes."""
+        if not self._offers.writes_to(peer):
+            peer.link.close()
+
+    def lost(self, peer: Peer, error: TransferError, dead: bool) -> None:
+        self._accepted.pop(peer, None)
+        if self._dialled.get(peer.address) is peer:
+            del self._dialled[peer.address]
+        if peer.address:
+            self._fetches.lost(peer, error, dead, self._clock())
+        else:
+            self._offers.lost(peer)
+        self._unload(peer)
+        self._stepped()
+
+    def _wire(self, peer: Peer, message: Wire) -> None:
+        plane = self._plane
+        if plane is None:
+            peer.link.send(Wire(message.request, False, f"{self._hello.agent} runs without NIXL"))
+            return
+
+        def ready(error: str) -> None:
+            peer.loaded = peer.loaded or not error
+            if not error and message.on != peer.wired:
+                peer.wired = message.on
+                (plane.expect if message.on else plane.unexpect)(0)
+            if not peer.alive:
+                self._unload(peer)
+            with contextlib.suppress(TransferError):
+                peer.link.send(Wire(message.request, message.on, error[:1000]))
+
+        if peer.loaded:
+            ready("")
+        else:
+            plane.load(peer.hello.agent, peer.hello.metadata, ready)
+
+    def _unload(self, peer: Peer) -> None:
+        if self._plane is None:
+            return
+        if peer.wired:
+            peer.wired = False
+            self._plane.unexpect(0)
+        if peer.loaded:
+            peer.loaded = False
+            self._plane.forget(peer.hello.agent)
