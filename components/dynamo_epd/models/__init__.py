@@ -62,4 +62,7 @@ def load(model_dir: str | Path, *, tower: bool, device: str = "cpu", dtype: str 
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path / 'config.json'} cannot be used: {error}") from error
-    return family(path, config, raw, tower=tower, device=device, dtype=dtype)
+    loaded = family(path, config, raw, tower=tower, device=device, dtype=dtype)
+    # Both take a while and can fail: now, and not while the first request waits.
+    _ = loaded.codec, loaded.identity
+    return loaded

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..contract.errors import InvalidRequest
 from ..contract.handoff import Group, ItemHandoff, Modality, Replacement
 from ..contract.layout import PromptLayout
 
@@ -29,7 +30,8 @@ class Media:
     Attributes:
         modality: ``image``, ``video`` or ``audio``.
         data: a PIL image; or frames, uint8 ``[frames, height, width, 3]``; or a waveform, float32 ``[samples]``.
-        meta: what the decoder knows of it: ``fps``, ``timestamps`` (seconds), ``frame_indices``, ``sampling_rate``.
+        meta: what the decoder knows of it: ``fps`` and ``total_frames`` of the source, ``timestamps`` (seconds) and
+            ``frame_indices`` of the frames, ``sampling_rate``; ``audio``: a video's own sound, as ``Media``.
     """
 
     modality: Modality
@@ -93,6 +95,11 @@ class Family(ABC):
     vocab_size: int
     """The vocabulary size that the engine offsets item-local ids by (``text_config.vocab_size``)."""
 
+    @property
+    def sampling_rate(self) -> int | None:
+        """Samples a second of the waveforms that ``prepare`` takes; None where the model takes no audio."""
+        return None
+
     @abstractmethod
     def placeholders(self, token_ids: Sequence[int], counts: Mapping[Modality, int]) -> list[tuple[int, int, Modality]]:
         """Where the media items stand in the unexpanded prompt: ``(start, length, modality)`` in prompt order.
@@ -121,6 +128,30 @@ class Family(ABC):
         Raises:
             InvalidRequest: an option that the processor does not know.
         """
+
+    def frame_indices(self, total_frames: int, fps: float, kwargs: Mapping[str, Any]) -> list[int]:
+        """Which frames of a video ``prepare`` wants, by the processor's own rule and the request's ``kwargs``.
+
+        Args:
+            total_frames, fps: of the source.
+
+        Raises:
+            InvalidRequest: the rule cannot be applied to this video.
+        """
+        return list(range(total_frames))
+
+    def prepare_embedding(
+        self, modality: Modality, rows: int, grid: Sequence[int] | None, kwargs: Mapping[str, Any]
+    ) -> Prepared:
+        """An item whose embedding ``[rows, embedding_width]`` the caller brings; it has no features to encode.
+
+        Args:
+            grid: ``(t, h, w)`` in patches, where the caller knows it. It is never guessed from the rows.
+
+        Raises:
+            InvalidRequest: this many rows, or this grid, is nothing that the model's prompt can hold.
+        """
+        raise InvalidRequest(f"this model takes no precomputed {modality} embeddings")
 
     @abstractmethod
     def prepare(self, media: Media, kwargs: Mapping[str, Any]) -> Prepared:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..contract.handoff import Modality
 from .general import GeneralFamily
@@ -17,3 +18,10 @@ class Gemma3(GeneralFamily):
 
     def framing_tokens(self) -> Sequence[str]:
         return (self.tokenizer.boi_token, self.tokenizer.eoi_token)
+
+    def embedding_text(
+        self, modality: Modality, rows: int, grid: Sequence[int] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str]:
+        """One image, or one with crops: each has the same number of rows."""
+        crops = max(1, rows // self.processor.image_seq_length) - 1
+        return {}, self.processor.replace_image_token({"num_crops": [crops]}, 0)

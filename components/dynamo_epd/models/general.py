@@ -6,19 +6,19 @@ A family that differs overrides the few methods or attributes in which it does. 
 
 from __future__ import annotations
 
-import threading
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..contract.errors import ConfigError, InvalidRequest
-from ..contract.handoff import ItemHandoff, Modality, Replacement
+from ..contract.errors import InvalidRequest
+from ..contract.handoff import ItemHandoff, Modality
 from ..contract.layout import PromptLayout
-from . import checkpoint, options, text
-from .base import Expansion, Family, Media, Prepared
+from . import options, text
+from .base import Media, Prepared
+from .pretrained import PretrainedFamily
 
 if TYPE_CHECKING:
     import torch
@@ -27,168 +27,8 @@ _REFUSALS = (ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, Ove
 """What processors of transformers raise for an item that they cannot take."""
 
 
-class GeneralFamily(Family):
-    """A family served by ``transformers``' own processor and feature methods.
-
-    Args:
-        model_dir: the checkpoint's directory.
-        config: its configuration, as transformers reads it.
-        raw_config: the same as JSON.
-        tower: whether ``encode`` will be called.
-        device, dtype: as in ``models.load``.
-    """
-
-    def __init__(
-        self,
-        model_dir: Path,
-        config: Any,
-        raw_config: Mapping[str, Any],
-        *,
-        tower: bool,
-        device: str,
-        dtype: str | None,
-    ):
-        self.model_dir = model_dir
-        self.config = self.select_config(config)
-        self.raw_config = raw_config
-        text_config = self.config.get_text_config(decoder=True)
-        self.hidden_size = int(text_config.hidden_size)
-        self.vocab_size = int(text_config.vocab_size)
-        self.embedding_width = self.hidden_size * (1 + self.deepstack_layers())
-        self._lock = threading.Lock()
-        self._model = self.load_tower(device, dtype) if tower else None
-
-    def select_config(self, config: Any) -> Any:
-        """The part of the configuration that describes encoder and language model together."""
-        return config
-
-    def deepstack_layers(self) -> int:
-        """Feature layers that travel behind the embedding, each ``hidden_size`` wide."""
-        return len(getattr(getattr(self.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-
-    def load_tower(self, device: str, dtype: str | None) -> Any:
-        """The model without its language model."""
-        return checkpoint.load_tower(
-            self.model_dir, self.model_class(), checkpoint.without_language_model(self.config), device, dtype
-        )
-
-    def model_class(self) -> Any:
-        """The transformers class of the whole model."""
-        import transformers
-
-        name = (getattr(self.config, "architectures", None) or [""])[0]
-        found = getattr(transformers, name, None)
-        if found is None:
-            raise ConfigError(
-                f"transformers {transformers.__version__} has no class {name!r}, which {self.model_dir} asks for"
-            )
-        return found
-
-    @property
-    def model(self) -> Any:
-        """The loaded encoder. Raises ``ConfigError`` where only config and tokenizer were loaded."""
-        if self._model is None:
-            raise ConfigError("this model was loaded without its encoder (tower=False) and cannot encode")
-        return self._model
-
-    @cached_property
-    def identity(self) -> str:  # type: ignore[override]
-        return checkpoint.identity(self.model_dir, self.raw_config)
-
-    @cached_property
-    def processor(self) -> Any:
-        with self._lock:
-            try:
-                return self.load_processor()
-            except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-                raise ConfigError(f"the processor of {self.model_dir} could not be loaded: {error}") from error
-
-    def load_processor(self) -> Any:
-        """transformers' processor of the checkpoint."""
-        from transformers import AutoProcessor
-
-        return AutoProcessor.from_pretrained(self.model_dir, local_files_only=True)
-
-    @cached_property
-    def _runtime(self) -> dict[str, str]:
-        """What changes an embedding beside the weights: another dtype, another release of the processors."""
-        from transformers import __version__
-
-        dtype = "" if self._model is None else str(self._model.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "transformers": __version__}
-
-    @property
-    def tokenizer(self) -> Any:  # type: ignore[override]
-        return self.processor.tokenizer
-
-    @cached_property
-    def codec(self) -> text.Codec:
-        return text.Codec(self.tokenizer)
-
-    # Placeholders and the prompt
-
-    def markers(self) -> list[tuple[str, Modality]]:
-        """Placeholder text of each modality as the chat template writes it; where two overlap, the longer first."""
-        found: list[tuple[str, Modality]] = []
-        for modality in options.SECTION:
-            token = getattr(self.processor, f"{modality}_token", None)
-            if token and options.subprocessor(self.processor, modality) is not None:
-                found.append((token, modality))
-        return found
-
-    def slot_token(self, modality: Modality) -> str:
-        """The token that takes the embedding rows of ``modality`` in an expanded prompt."""
-        return getattr(self.processor, f"{modality}_token")
-
-    def slot_id(self, modality: Modality) -> int:
-        """The id of ``slot_token``. Raises ``ConfigError`` where the tokenizer does not know it."""
-        number = self.codec.token_id(self.slot_token(modality))
-        if number is None:
-            raise ConfigError(f"the tokenizer of {self.model_dir} has no token {self.slot_token(modality)}")
-        return number
-
-    def framing_tokens(self) -> Sequence[str]:
-        """Tokens of an expansion that belong to the item but take no embedding row."""
-        return ()
-
-    @cached_property
-    def _framing_ids(self) -> frozenset[int]:
-        ids = {token: self.codec.token_id(token) for token in self.framing_tokens()}
-        absent = sorted(token for token, number in ids.items() if number is None)
-        if absent:
-            raise ConfigError(f"the tokenizer of {self.model_dir} has no token {', '.join(absent)}")
-        return frozenset(number for number in ids.values() if number is not None)
-
-    def _find(self, token_ids: Sequence[int]) -> list[tuple[int, int, str, Modality]]:
-        taken: list[tuple[int, int, str, Modality]] = []
-        for marker, modality in self.markers():
-            for start, length in self.codec.find(token_ids, marker):
-                if all(start + length <= s or start >= s + n for s, n, _, _ in taken):
-                    taken.append((start, length, marker, modality))
-        return sorted(taken)
-
-    def placeholders(self, token_ids: Sequence[int], counts: Mapping[Modality, int]) -> list[tuple[int, int, Modality]]:
-        places = [(start, length, modality) for start, length, _, modality in self._find(token_ids)]
-        for modality in dict.fromkeys([*options.SECTION, *counts]):
-            found = sum(1 for place in places if place[2] == modality)
-            asked = counts.get(modality, 0)
-            if found != asked:
-                supported = any(kind == modality for _, kind in self.markers())
-                raise InvalidRequest(
-                    f"the prompt has {found} {modality} placeholder{'' if found == 1 else 's'} and the request "
-                    f"{asked} {modality} item{'' if asked == 1 else 's'}"
-                    + ("" if supported else f"; this model takes no {modality}")
-                    + ": send one item per placeholder, and no placeholder token in the text"
-                )
-        return places
-
-    def replacements(
-        self, token_ids: Sequence[int], places: Sequence[tuple[int, int, Modality]], expansions: Sequence[Expansion]
-    ) -> tuple[Replacement, ...]:
-        marker_at = {(start, length): marker for start, length, marker, _ in self._find(token_ids)}
-        return text.replacements(
-            self.codec, token_ids, places, expansions, [marker_at[start, length] for start, length, _ in places]
-        )
+class GeneralFamily(PretrainedFamily):
+    """A family served by ``transformers``' own processor and feature methods."""
 
     # Options and preparation
 
@@ -247,10 +87,9 @@ class GeneralFamily(Family):
 
     def waveform(self, media: Media) -> np.ndarray:
         """float32 ``[samples]``. Raises ``InvalidRequest`` for another sampling rate than the model's."""
-        wanted = getattr(options.subprocessor(self.processor, "audio"), "sampling_rate", None)
-        given = media.meta.get("sampling_rate", wanted)
-        if given != wanted:
-            raise InvalidRequest(f"the waveform has {given} samples a second, the model takes {wanted}: resample it")
+        given = media.meta.get("sampling_rate", self.sampling_rate)
+        if given != self.sampling_rate:
+            raise InvalidRequest(f"the waveform has {given} samples a second, the model takes {self.sampling_rate}")
         return np.asarray(media.data, dtype=np.float32)
 
     def prepared(self, modality: Modality, inputs: Mapping[str, Any], replacement: str) -> Prepared:
@@ -278,6 +117,49 @@ class GeneralFamily(Family):
     def item_positions(self, modality: Modality, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What ``positions`` will need of the item, JSON-safe."""
         return {}
+
+    @property
+    def sampling_rate(self) -> int | None:
+        return getattr(options.subprocessor(self.processor, "audio"), "sampling_rate", None)
+
+    def frame_indices(self, total_frames: int, fps: float, kwargs: Mapping[str, Any]) -> list[int]:
+        from transformers.video_utils import VideoMetadata
+
+        part: Any = options.subprocessor(self.processor, "video")
+        chosen = self._call_options("video", kwargs)
+        asked = self._sections(kwargs)["videos_kwargs"]
+        by_request = asked.get("fps") is not None or asked.get("num_frames") is not None
+        if not chosen.get("do_sample_frames", by_request or getattr(part, "do_sample_frames", False)):
+            return list(range(total_frames))
+        names = options.known_options(self.processor, "video")
+        values = {name: chosen.get(name, getattr(part, name, None)) for name in names}
+        if asked.get("num_frames") is not None:
+            values["fps"] = asked.get("fps")
+        try:
+            indices = part.sample_frames(metadata=VideoMetadata(total_num_frames=total_frames, fps=fps), **values)
+        except _REFUSALS as error:
+            raise InvalidRequest(f"the video cannot be sampled: {error}") from error
+        return [int(index) for index in indices]
+
+    def prepare_embedding(
+        self, modality: Modality, rows: int, grid: Sequence[int] | None, kwargs: Mapping[str, Any]
+    ) -> Prepared:
+        if options.subprocessor(self.processor, modality) is None:
+            raise InvalidRequest(f"this model takes no {modality}")
+        inputs, replacement = self.embedding_text(modality, rows, grid, kwargs)
+        prepared = self.prepared(modality, inputs, replacement)
+        if prepared.rows != rows:
+            raise InvalidRequest(
+                f"the embedding has {rows} rows, "
+                + (f"its grid {list(grid)} makes {prepared.rows}" if grid else f"the prompt can hold {prepared.rows}")
+            )
+        return dataclasses.replace(prepared, features={})
+
+    def embedding_text(
+        self, modality: Modality, rows: int, grid: Sequence[int] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str]:
+        """What the processor would have made for an item of ``rows`` rows: its output, and the replacement text."""
+        return {}, self.slot_token(modality) * rows
 
     # Encoding
 
@@ -338,6 +220,16 @@ class GeneralFamily(Family):
 
     def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, int]:
         return None, 0
+
+
+def whole_grid(grid: Sequence[int] | None) -> tuple[int, int, int]:
+    """``grid`` as ``(t, h, w)``. Raises ``InvalidRequest`` where it is missing or not that."""
+    if grid is None:
+        raise InvalidRequest("the embedding needs grid_thw: give it in the file or in the request")
+    if len(grid) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in grid):
+        raise InvalidRequest(f"grid_thw is {list(grid)}, must be three positive integers")
+    t, h, w = grid
+    return t, h, w
 
 
 def video_metadata(media: Media) -> Any:

@@ -76,6 +76,17 @@ class NemotronOmni(GeneralFamily):
         found = super().features(modality, inputs)
         return {"pixel_values_videos": found["pixel_values_videos"]} if modality == "video" else found
 
+    def embedding_text(
+        self, modality: Modality, rows: int, grid: Sequence[int] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str]:
+        """A video's embedding would have to say which rows of which tubelet it kept: not taken."""
+        p = self.processor
+        if modality == "video":
+            raise InvalidRequest("this model takes no precomputed video embeddings: send the video")
+        if modality == "audio":
+            return {}, p.replace_audio_token({"num_tokens": [rows]}, 0)
+        return {}, p.image_start_token + p.image_token * rows + p.image_end_token
+
     # Pruning
 
     def prune(self, item: Prepared, embedding: torch.Tensor) -> tuple[Prepared, torch.Tensor]:

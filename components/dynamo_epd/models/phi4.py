@@ -7,6 +7,7 @@ Audio is projected in another way when the request also has an image; that choic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..contract.handoff import Modality
@@ -35,14 +36,7 @@ class Phi4Multimodal(GeneralFamily):
         return chosen
 
     def prepare_audio(self, media: Media, kwargs: Mapping[str, Any]) -> Prepared:
-        prepared = super().prepare_audio(media, kwargs)
-        return Prepared(
-            prepared.modality,
-            prepared.features,
-            prepared.expansion,
-            prepared.rows,
-            {_MODE: kwargs.get(_MODE, "speech")},
-        )
+        return replace(super().prepare_audio(media, kwargs), positions={_MODE: kwargs.get(_MODE, "speech")})
 
     def embed(self, modality: Modality, inputs: Mapping[str, Any], items: Sequence[Prepared]) -> list[torch.Tensor]:
         import torch

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..contract.handoff import ItemHandoff, Modality
 from .qwen_vl import QwenVL
@@ -14,6 +15,9 @@ class Qwen3VL(QwenVL):
 
     def framing_tokens(self) -> Sequence[str]:
         return (self.processor.vision_start_token, self.processor.vision_end_token)
+
+    def item_positions(self, modality: Modality, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {"grid_thw": inputs[f"{modality}_grid_thw"][0].tolist()}
 
     def time_step(self, item: ItemHandoff) -> float:
         return 1.0

@@ -19,7 +19,7 @@ from ..contract.layout import PromptLayout
 from . import mrope, text
 from .base import Media, Prepared
 from .checkpoint import read_json
-from .general import GeneralFamily
+from .general import GeneralFamily, whole_grid
 
 if TYPE_CHECKING:
     import torch
@@ -124,6 +124,22 @@ class QwenOmni(GeneralFamily):
     def second_per_grid(self, seconds: float) -> float:
         """Seconds between temporal patches as ``positions`` counts them."""
         return seconds
+
+    def embedding_text(
+        self, modality: Modality, rows: int, grid: Sequence[int] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str]:
+        if modality == "audio":
+            return super().embedding_text(modality, rows, grid, kwargs)
+        import torch
+
+        inputs: dict[str, Any] = {f"{modality}_grid_thw": torch.tensor([whole_grid(grid)])}
+        if modality == "video":
+            fps = self._sections(kwargs)["videos_kwargs"].get("fps")
+            if fps is None:
+                raise InvalidRequest("a precomputed video embedding needs mm_processor_kwargs.fps, its frames a second")
+            inputs["video_second_per_grid"] = [self.processor.video_processor.temporal_patch_size / fps]
+            return inputs, self.processor.replace_video_token(inputs, 0, **{_OWN_SOUND: False})
+        return inputs, self.processor.replace_image_token(inputs, 0)
 
     # Encoding and positions
 

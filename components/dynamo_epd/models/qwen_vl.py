@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ..contract.errors import InvalidRequest
 from ..contract.handoff import ItemHandoff, Modality
 from ..contract.layout import PromptLayout
 from . import mrope
-from .general import GeneralFamily
+from .base import Media
+from .general import GeneralFamily, video_metadata, whole_grid
 
 
 class QwenVL(GeneralFamily):
@@ -22,6 +24,26 @@ class QwenVL(GeneralFamily):
         if "second_per_grid_ts" in inputs:
             found["second_per_grid"] = float(inputs["second_per_grid_ts"][0])
         return found
+
+    def embedding_text(
+        self, modality: Modality, rows: int, grid: Sequence[int] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str]:
+        import torch
+
+        whole = whole_grid(grid)
+        inputs: dict[str, Any] = {f"{modality}_grid_thw": torch.tensor([whole])}
+        if modality == "video":
+            inputs |= self.embedding_times(whole[0], kwargs)
+        return inputs, getattr(self.processor, f"replace_{modality}_token")(inputs, 0)
+
+    def embedding_times(self, patches: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the processor would have said of the times of a video of so many temporal patches."""
+        per_patch = self.processor.video_processor.temporal_patch_size
+        fps = self._sections(kwargs)["videos_kwargs"].get("fps")
+        if fps is None:
+            raise InvalidRequest("a precomputed video embedding needs mm_processor_kwargs.fps, its frames a second")
+        frames = Media("video", range(patches * per_patch), {"fps": fps})
+        return {"video_metadata": [video_metadata(frames)], "second_per_grid_ts": [per_patch / fps]}
 
     def time_step(self, item: ItemHandoff) -> float:
         """Position ids between two temporal patches of the item."""
