@@ -6,6 +6,7 @@ The rows of an image (``[IMG] * k, [IMG_BREAK]``, again and again) become a few 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,9 @@ import numpy as np
 from .errors import InvalidMetadata
 from .handoff import Group, Segment
 from .multimodal_input import INT32_MAX
+
+MAX_TOKENS = 1 << 22
+"""Largest prompt that is expanded unless told otherwise; a few bytes of handoff could ask for any size."""
 
 MAX_PERIOD = 64
 """Longest repeated pattern that ``compress`` looks for, in segments."""
@@ -74,66 +78,74 @@ def compress(segments: Sequence[Segment]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def flat_from_groups(groups: Sequence[Group], num_items: int = INT32_MAX) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def flat_from_groups(
+    groups: Sequence[Group], num_items: int = INT32_MAX, *, limit: int = MAX_TOKENS
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``(token_ids int32 [n], item int32 [n], framing bool [n])`` of an expansion.
 
     Raises:
         InvalidMetadata: as ``segment_table``.
     """
-    table = segment_table("groups", groups, num_items)
-    counts = table[1]
+    token, count, item, framing = segment_table("groups", groups, num_items, limit)
     return (
-        np.repeat(table[0].astype(np.int32), counts),
-        np.repeat(table[2].astype(np.int32), counts),
-        np.repeat(table[3].astype(bool), counts),
+        np.repeat(token.astype(np.int32), count),
+        np.repeat(item.astype(np.int32), count),
+        np.repeat(framing.astype(bool), count),
     )
 
 
-def expanded_length(where: str, groups: Sequence[Group], limit: int) -> int:
-    """How many tokens ``groups`` stand for, found without making them.
-
-    Raises:
-        InvalidMetadata: a count or a number of times is below 1, a group is empty, or the sum exceeds ``limit``.
-    """
-    total = 0
-    for g, group in enumerate(groups):
-        counts = [segment.count for segment in group.segments]
-        if group.times < 1 or not counts or min(counts) < 1:
-            raise InvalidMetadata(
-                f"{where}.groups[{g}]",
-                f"times {group.times} and counts {counts[:8]} must be at least 1, with at least one segment",
-            )
-        total += group.times * sum(counts)
-        if total > limit:
-            raise InvalidMetadata(f"{where}.groups[{g}]", f"makes {total} tokens where at most {limit} fit")
-    return total
-
-
-def segment_table(where: str, groups: Sequence[Group], num_items: int) -> np.ndarray:
+def segment_table(where: str, groups: Sequence[Group], num_items: int, limit: int) -> np.ndarray:
     """int64 ``[4, s]``: token id, count, item and framing of all segments, repeated as the groups say.
 
-    The caller has bounded the size with ``expanded_length``.
+    Args:
+        where: what the groups belong to, for error messages.
+        limit: tokens that they may stand for at most; checked before anything is repeated.
 
     Raises:
-        InvalidMetadata: an id is not a non-negative int32, or an item number is not in ``-1..num_items - 1``.
+        InvalidMetadata: a count or a number of times is below 1, a group is empty, the tokens are more than ``limit``,
+            an id is not a non-negative int32, or an item number is not in ``-1..num_items - 1``.
     """
-    parts: list[np.ndarray] = []
-    single: list[int] = []
+    segments = [segment for group in groups for segment in group.segments]
+    times = [group.times for group in groups]
+    sizes = [len(group.segments) for group in groups]
+    for values, name, low, high in ((times, "times", 1, limit), (sizes, "the number of segments", 1, limit)):
+        if values and not low <= min(values) <= max(values) <= high:
+            g = next(g for g, value in enumerate(values) if not low <= value <= high)
+            raise InvalidMetadata(f"{where}.groups[{g}]", f"{name} is {values[g]}, must be between {low} and {high}")
+    if not segments:
+        return np.zeros((4, 0), np.int64)
+    columns = (
+        [s.token_id for s in segments],
+        [s.count for s in segments],
+        [s.item for s in segments],
+        [s.framing for s in segments],
+    )
     try:
-        for group in groups:
-            numbers = [v for s in group.segments for v in (s.token_id, s.count, s.item, s.framing)]
-            if group.times == 1:
-                single += numbers
-                continue
-            parts.append(np.array(single, dtype=np.int64).reshape(-1, 4))
-            single = []
-            parts.append(np.tile(np.array(numbers, dtype=np.int64).reshape(-1, 4), (group.times, 1)))
-        parts.append(np.array(single, dtype=np.int64).reshape(-1, 4))
+        table = np.array(columns, dtype=np.int64)
     except OverflowError as error:
-        raise InvalidMetadata(where, "a number does not fit 64 bits") from error
-    table = np.concatenate(parts).T
-    for row, name, low, high in ((0, "token id", 0, INT32_MAX), (2, "item number", -1, num_items - 1)):
-        wrong = np.flatnonzero((table[row] < low) | (table[row] > high))
-        if len(wrong):
-            raise InvalidMetadata(where, f"{name} {table[row][wrong[0]]} is not between {low} and {high}")
-    return table
+        raise InvalidMetadata(where, "holds a number that does not fit 64 bits") from error
+    ends = np.cumsum(sizes, dtype=np.int64)
+    bounds = (("token id", 0, INT32_MAX), ("count", 1, limit), ("item number", -1, num_items - 1))
+    for row, (name, low, high) in zip(table, bounds, strict=False):
+        if row.min() < low or row.max() > high:
+            at = int(np.flatnonzero((row < low) | (row > high))[0])
+            g = int(np.searchsorted(ends, at, side="right"))
+            raise InvalidMetadata(
+                f"{where}.groups[{g}].segments[{at - int(ends[g]) + sizes[g]}]",
+                f"{name} is {row[at]}, must be between {low} and {high}",
+            )
+    # Sums of int64 can overflow only beyond 2**63 / limit segments, which no message holds; products are Python's.
+    lengths = np.add.reduceat(table[1], ends - np.array(sizes)).tolist()
+    total = sum(map(operator.mul, lengths, times))
+    if total > limit:
+        raise InvalidMetadata(where, f"makes {total} tokens where at most {limit} fit: shorten the prompt")
+    if max(times) == 1:
+        return table
+    parts = []
+    end = 0
+    for g, many in enumerate(times):
+        if many > 1:
+            start = int(ends[g]) - sizes[g]
+            parts += [table[:, end:start], np.tile(table[:, start : start + sizes[g]], many)]
+            end = start + sizes[g]
+    return np.concatenate([*parts, table[:, end:]], axis=1)

@@ -16,13 +16,10 @@ import numpy as np
 
 from .digest import bind_interleaving
 from .errors import InvalidMetadata
-from .groups import expanded_length, segment_table
+from .groups import MAX_TOKENS, segment_table
 from .handoff import Replacement
 from .ids import id_array
 from .multimodal_input import MultimodalInput, digest_to_words, interleaved_groups, item_name
-
-MAX_PROMPT_TOKENS = 1 << 22
-"""Largest prompt that ``expand`` makes unless told otherwise; a few bytes of handoff could ask for any size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +29,6 @@ class PromptLayout:
     Attributes:
         token_ids: int32 ``[n]``.
         num_items: media items; they are numbered as in ``Handoff.items``.
-        member_item: int32 ``[n]``, the item that a token belongs to, framing included, or -1 for text.
         row_cumsum: int64 ``[n]``, embedding slots in positions ``0..i``.
         run_cu_offsets: int64 ``[items + 1]``, offsets into the flat runs.
         run_starts: int64 ``[r]``, first position of each run; item by item, ascending inside an item.
@@ -42,7 +38,6 @@ class PromptLayout:
 
     token_ids: np.ndarray
     num_items: int
-    member_item: np.ndarray
     row_cumsum: np.ndarray
     run_cu_offsets: np.ndarray
     run_starts: np.ndarray
@@ -55,8 +50,7 @@ class PromptLayout:
     @classmethod
     def text(cls, token_ids: Sequence[int] | np.ndarray) -> PromptLayout:
         """A prompt without media. Raises ``InvalidMetadata`` for ids that are not int32 or negative."""
-        ids = id_array("prompt_token_ids", token_ids)
-        return cls.from_flat(ids, np.full(len(ids), -1, np.int32), np.zeros(len(ids), bool), 0)
+        return _build(id_array("prompt_token_ids", token_ids), *(np.zeros(0, np.int64),) * 3, 0)
 
     @classmethod
     def from_flat(
@@ -77,38 +71,19 @@ class PromptLayout:
         n = len(ids)
         if len(item) != n or len(framing) != n:
             raise InvalidMetadata("item", f"{n} ids, {len(item)} item numbers and {len(framing)} framing flags differ")
-        member = np.ascontiguousarray(item, dtype=np.int32)
-        inside = member >= 0
-        slot = inside & ~framing
-        cumsum = np.cumsum(slot, dtype=np.int64)
+        if not n:
+            return cls.text(ids) if not num_items else _build(ids, item, item, framing, num_items)
+        starts = np.flatnonzero((item[1:] != item[:-1]) | (framing[1:] != framing[:-1])) + 1
+        starts = np.concatenate([[0], starts])
+        return _build(ids, starts, item[starts], framing[starts], num_items)
 
-        edges = np.flatnonzero(member[1:] != member[:-1]) + 1
-        starts = np.concatenate([np.zeros(min(n, 1), np.int64), edges])
-        ends = np.append(starts[1:], n)[: len(starts)]
-        owner = member[starts]
-        if len(owner) and (owner.min() < -1 or owner.max() >= num_items):
-            bad = int(owner[(owner < -1) | (owner >= num_items)][0])
-            raise InvalidMetadata("item", f"number {bad} is not between 0 and {num_items - 1}")
-        if np.any(framing & ~inside):
-            at = int(np.flatnonzero(framing & ~inside)[0])
-            raise InvalidMetadata("framing", f"position {at} is framing but belongs to no item")
-        keep = owner >= 0
-        starts, ends, owner = starts[keep], ends[keep], owner[keep]
-        slots = cumsum[ends - 1] - cumsum[starts] + slot[starts]
-        order = np.argsort(owner, kind="stable")
-        starts, ends, owner, slots = starts[order], ends[order], owner[order], slots[order]
-        counts = np.bincount(owner, minlength=num_items)
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        rows = np.bincount(owner, weights=slots, minlength=num_items).astype(np.int64)
-        if num_items and not rows.all():
-            raise InvalidMetadata("rows", "has no embedding slot in the prompt", item=item_name(int(np.argmin(rows))))
-        first = starts[offsets[:-1]]
-        if np.any(first[1:] < first[:-1]):
-            raise InvalidMetadata("item", f"items must be numbered in prompt order, but they start at {first.tolist()}")
-        arrays = (ids, member, cumsum, offsets, starts, ends - starts, rows)
-        for array in arrays:
-            array.flags.writeable = False
-        return cls(ids, num_items, *arrays[1:])
+    @cached_property
+    def member_item(self) -> np.ndarray:
+        """int32 ``[n]``: the item that a token belongs to, framing included, or -1 for text."""
+        member = np.full(len(self), -1, np.int32)
+        owner = np.repeat(np.arange(self.num_items, dtype=np.int32), np.diff(self.run_cu_offsets))
+        member[_spread(self.run_starts, self.run_lengths)] = np.repeat(owner, self.run_lengths)
+        return _readonly(member)
 
     @cached_property
     def slot_item(self) -> np.ndarray:
@@ -195,7 +170,7 @@ def expand(
     replacements: Sequence[Replacement],
     num_items: int,
     *,
-    max_tokens: int = MAX_PROMPT_TOKENS,
+    max_tokens: int = MAX_TOKENS,
 ) -> PromptLayout:
     """The prompt that ``replacements`` make of the unexpanded ``token_ids``, and its layout.
 
@@ -209,7 +184,10 @@ def expand(
         if num_items:
             raise InvalidMetadata("replacements", f"is empty, but the request has {num_items} media items")
         return PromptLayout.text(ids)
-    total = len(ids)
+    tables: list[np.ndarray] = []
+    texts: list[tuple[int, np.ndarray]] = []
+    room = max_tokens - len(ids)
+    at = 0
     end = 0
     for r, rep in enumerate(replacements):
         if rep.start < end or rep.length < 0 or rep.start + rep.length > len(ids):
@@ -218,23 +196,64 @@ def expand(
                 f"replaces {rep.length} tokens from {rep.start}, which must come after the replacement before it "
                 f"(ends at {end}) and lie inside the prompt of {len(ids)} tokens",
             )
-        end = rep.start + rep.length
-        total += expanded_length(f"replacements[{r}]", rep.groups, max_tokens - total + rep.length) - rep.length
-    id_parts, item_parts, framing_parts = [], [], []
-    end = 0
-    for r, rep in enumerate(replacements):
         text = ids[end : rep.start]
         end = rep.start + rep.length
-        token, count, item, framing = segment_table(f"replacements[{r}]", rep.groups, num_items)
-        id_parts += [text, np.repeat(token.astype(np.int32), count)]
-        item_parts += [np.full(len(text), -1, np.int32), np.repeat(item.astype(np.int32), count)]
-        framing_parts += [np.zeros(len(text), bool), np.repeat(framing.astype(bool), count)]
-    id_parts.append(ids[end:])
-    item_parts.append(np.full(len(ids) - end, -1, np.int32))
-    framing_parts.append(np.zeros(len(ids) - end, bool))
-    return PromptLayout.from_flat(
-        np.concatenate(id_parts), np.concatenate(item_parts), np.concatenate(framing_parts), num_items
-    )
+        table = segment_table(f"replacements[{r}]", rep.groups, num_items, room + rep.length)
+        added = int(table[1].sum())
+        room += rep.length - added
+        texts.append((at, text))
+        # Text counts as one segment, whose ids are put in below.
+        tables += [np.array([[0], [len(text)], [-1], [0]]), table]
+        at += len(text) + added
+    texts.append((at, ids[end:]))
+    tables.append(np.array([[0], [len(ids) - end], [-1], [0]]))
+    token, count, item, framing = np.concatenate(tables, axis=1)
+    expanded = np.repeat(token.astype(np.int32), count)
+    for at, text in texts:
+        expanded[at : at + len(text)] = text
+    ends = np.cumsum(count)
+    some = count > 0
+    return _build(expanded, (ends - count)[some], item[some], framing[some].astype(bool), num_items)
+
+
+def _build(ids: np.ndarray, starts: np.ndarray, item: np.ndarray, framing: np.ndarray, num_items: int) -> PromptLayout:
+    """The layout of int32 ``ids``, whose positions from ``starts[i]`` to the next start are all alike.
+
+    Args:
+        starts: int64 ``[s]``, ascending from 0; empty for text only.
+        item: int ``[s]``, the item of each stretch, or -1.
+        framing: bool ``[s]``.
+    """
+    n = len(ids)
+    inside = item >= 0
+    wrong = np.flatnonzero((item < -1) | (item >= num_items))
+    if len(wrong):
+        raise InvalidMetadata("item", f"number {item[wrong[0]]} is not between 0 and {num_items - 1}")
+    wrong = np.flatnonzero(framing.astype(bool) & ~inside)
+    if len(wrong):
+        raise InvalidMetadata("framing", f"position {starts[wrong[0]]} is framing but belongs to no item")
+    counts = np.diff(starts, append=n)
+    slot = inside & ~framing.astype(bool)
+    cumsum = np.repeat(slot.astype(np.int64), counts) if len(starts) else np.zeros(n, np.int64)
+    np.cumsum(cumsum, out=cumsum)
+
+    # Neighbouring stretches of one item are one run, whatever is framing in them.
+    first = np.flatnonzero(np.diff(item, prepend=-2))
+    owner, run_starts = item[first], starts[first]
+    run_lengths = np.diff(run_starts, append=n)
+    slots = np.add.reduceat(slot * counts, first) if len(first) else first
+    keep = np.flatnonzero(owner >= 0)
+    order = keep[np.argsort(owner[keep], kind="stable")]
+    owner, run_starts, run_lengths, slots = owner[order], run_starts[order], run_lengths[order], slots[order]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_items))])
+    rows = np.bincount(owner, weights=slots, minlength=num_items).astype(np.int64)
+    if num_items and not rows.all():
+        raise InvalidMetadata("rows", "has no embedding slot in the prompt", item=item_name(int(np.argmin(rows))))
+    begins = run_starts[offsets[:-1]]
+    if np.any(begins[1:] < begins[:-1]):
+        raise InvalidMetadata("item", f"items must be numbered in prompt order, but they start at {begins.tolist()}")
+    arrays = (cumsum, offsets, run_starts, run_lengths, rows)
+    return PromptLayout(_readonly(ids), num_items, *map(_readonly, arrays))
 
 
 def _digest_bytes(index: int, digest: str) -> bytes:

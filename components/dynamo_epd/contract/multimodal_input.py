@@ -127,7 +127,20 @@ class MultimodalInput:
     def _check_runs(self) -> None:
         for i, runs in enumerate(self.item_runs):
             name = item_name(i)
-            total = sum(length for _, length in runs)
+            total = end = 0
+            for start, length in runs:
+                if start < end:
+                    raise InvalidMetadata(
+                        "multimodal_run_positions",
+                        f"run at {start} overlaps or precedes the run before it, which ends at {end - 1}",
+                        item=name,
+                    )
+                end = start + length
+                total += length
+            if end - 1 > INT32_MAX:
+                raise InvalidMetadata(
+                    "multimodal_run_lengths", f"the last run ends at {end - 1}, beyond int32", item=name
+                )
             if total != self.multimodal_lengths[i]:
                 raise InvalidMetadata(
                     f"multimodal_lengths[{i}]",
@@ -140,19 +153,8 @@ class MultimodalInput:
                     f"is {self.multimodal_positions[i]}, but the item's first run starts at {runs[0][0]}",
                     item=name,
                 )
-            for (a, a_len), (b, _) in pairwise(runs):
-                if b < a + a_len:
-                    problem = "overlaps or precedes"
-                    raise InvalidMetadata(
-                        "multimodal_run_positions",
-                        f"run at {b} {problem} the run before it, {a} to {a + a_len - 1}",
-                        item=name,
-                    )
-            for start, length in runs:
-                if start + length - 1 > INT32_MAX:
-                    raise InvalidMetadata(
-                        "multimodal_run_lengths", f"run {start} + {length} ends beyond int32", item=name
-                    )
+        if self.num_items == 1:
+            return
         ordered = sorted((start, length, i) for i, runs in enumerate(self.item_runs) for start, length in runs)
         for (a, a_len, i), (b, _, j) in pairwise(ordered):
             if b < a + a_len:
