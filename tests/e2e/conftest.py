@@ -48,13 +48,13 @@ def ready(stack: Stack) -> Stack:
     return stack
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def media(tmp_path_factory) -> Path:
     """The folder that the encode worker may read files from."""
     return tmp_path_factory.mktemp("media")
 
 
-@pytest.fixture(scope="module", params=["e-p-d", "e-pd"])
+@pytest.fixture(scope="session", params=["e-p-d", "e-pd"])
 def stack(request, media):
     with make_stack(request.param, media) as running:
         yield ready(running)

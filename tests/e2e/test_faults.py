@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 
 import pytest
 from PIL import Image
@@ -35,10 +36,12 @@ CASES = {
     "html": (lambda media: [data_url(b"<!doctype html><html>not found</html>")], "image 1", "HTML"),
     "truncated": (lambda media: [data_url(png(GOOD.draw())[:-40])], "image 1", "damaged|truncated|incomplete"),
     "empty": (lambda media: [data_url(b"")], "image 1", "empty"),
-    "unreachable": (lambda media: ["https://127.0.0.1:9/x.png"], "image 1", "blocked|not allowed|reach"),
+    "unreachable": (lambda media: ["https://example.invalid/x.png"], "image 1", "resolve"),
+    # The frontend's own policy refuses addresses of the machine, in its own words.
+    "private": (lambda media: ["https://127.0.0.1:9/x.png"], "", "invalid request"),
     "plain_http": (lambda media: ["http://example.invalid/x.png"], "image 1", "http"),
-    "outside": (lambda media: [(media.parent / "secret.png").as_uri()], "image 1", "outside"),
-    "missing": (lambda media: [(media / "nothing.png").as_uri()], "image 1", "not found|no such"),
+    "outside": (lambda media: [(media.parent / "secret.png").as_uri()], "image 1", "may be read"),
+    "missing": (lambda media: [(media / "nothing.png").as_uri()], "image 1", "may be read"),
     "second_of_two": (lambda media: [png_data_url(GOOD.draw()), data_url(b"GIF89a??")], "image 2", ""),
     "too_large": (lambda media: [data_url(b"\x89PNG\r\n\x1a\n" + b"\0" * (3 << 20))], "image 1", "limit"),
     "bomb": (lambda media: [data_url(bomb())], "image 1", "pixels"),
@@ -46,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def secret(media):
     (media.parent / "secret.png").write_bytes(png(GOOD.draw()))
 
@@ -62,7 +65,7 @@ async def test_a_bad_item_is_a_400_that_names_it(http, stack, media, case):
     answer = await chat(http, stack.url, MODEL, [user(*make(media), COLOUR.text)], max_tokens=4)
     assert answer.status == 400, answer
     assert item in answer.text
-    assert __import__("re").search(reason, answer.text, 2), answer.text
+    assert re.search(reason, answer.text, re.IGNORECASE), answer.text
     assert "iVBOR" not in answer.text
     await works(http, stack)
 
@@ -82,7 +85,7 @@ async def test_a_prompt_beyond_the_model(http, stack):
     await works(http, stack)
 
 
-@pytest.mark.parametrize("option", [{"n": 2}, {"presence_penalty": 0.5}, {"logit_bias": {"5": 1}}])
+@pytest.mark.parametrize("option", [{"n": 2}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.5}])
 async def test_an_option_that_is_not_honoured_is_refused(http, stack, option):
     answer = await chat(http, stack.url, MODEL, [user(GOOD.draw(), COLOUR.text)], max_tokens=4, **option)
     assert answer.status >= 400, answer

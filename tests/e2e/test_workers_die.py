@@ -24,7 +24,9 @@ def stack(media):
 
 
 async def ask(http, stack, picture=RED, **options):
-    return await chat(http, stack.url, MODEL, [user(picture.draw(), COLOUR.text)], max_tokens=4, timeout=SHORT, **options)
+    return await chat(
+        http, stack.url, MODEL, [user(picture.draw(), COLOUR.text)], max_tokens=4, timeout=SHORT, **options
+    )
 
 
 async def recovers(http, stack, picture=RED):
@@ -42,7 +44,9 @@ async def recovers(http, stack, picture=RED):
 @pytest.mark.parametrize("name", ["encode", "prefill", "decode"])
 async def test_a_killed_worker_is_an_error_and_never_a_wrong_answer(http, stack, name):
     await recovers(http, stack)
-    running = [asyncio.ensure_future(ask(http, stack, RED.recoloured(c))) for c in ("green", "white", "black", "yellow")]
+    running = [
+        asyncio.ensure_future(ask(http, stack, RED.recoloured(c))) for c in ("green", "white", "black", "yellow")
+    ]
     await asyncio.sleep(0.02)
     stack.kill(name)
     # What was in flight: the right answer, or an error, within seconds.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -70,17 +71,12 @@ async def chat(
         ) as response:
             if response.status != 200:
                 return Answer(response.status, _message(await response.text()))
-            event = ""
             async for line in response.content:
-                if line.startswith(b"event:"):
-                    event = line[6:].strip().decode()
-                elif event == "error" and line.startswith(b":"):
-                    return Answer(500, line[1:].strip().decode())
                 if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
                     continue
                 chunk = json.loads(line[5:])
-                if event == "error" or ("error" in chunk and "choices" not in chunk):
-                    return Answer(int(chunk.get("code") or 500), _message(json.dumps(chunk)))
+                if "error" in chunk:
+                    return Answer(int(chunk["error"].get("code") or 500), _message(line[5:].decode()))
                 usage = chunk.get("usage") or usage
                 for choice in chunk.get("choices") or ():
                     piece = (choice.get("delta") or {}).get("content") or ""
@@ -88,7 +84,7 @@ async def chat(
                         ttft = time.perf_counter() - start
                     text += piece
                     finish = choice.get("finish_reason") or finish
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         return Answer(0, f"{type(error).__name__}: {error}")
     total = time.perf_counter() - start
     return Answer(
