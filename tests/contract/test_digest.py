@@ -23,7 +23,6 @@ from dynamo_epd.contract.digest import (
     SCHEME,
     bind_interleaving,
     content_salt,
-    isolated_digest,
     item_digest,
     prompt_digest,
     value_digest,
@@ -171,9 +170,6 @@ APART: dict[str, list[str]] = {
     "mappings": [value_digest(v) for v in ({"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 1}, ["a", 1, "b", 2], [["a", 1]])],
     "purposes": [
         value_digest(["11" * 32, None]),
-        isolated_digest("11" * 32, None),
-        isolated_digest("11" * 32, ""),
-        isolated_digest("11" * 32, "x"),
         content_salt(["11" * 32], None).removeprefix("epd-content-"),
     ],
     "salts": [
@@ -269,7 +265,6 @@ FIXED: list[tuple[str, str]] = [
     ("5f263d73dfd1e93423d8db44b7d3a6f9bb853bc0f7330afa7608df5f818a3593", value_digest(None)),
     ("7dd8f60843ef03f3c31e6ae62fdc9b955ac4dcc6e66a0aabff40c92b019e3198", value_digest([float("inf"), -0.0, 1e-300])),
     ("e9951efecca3e9913248f9fce5e7acdf82bfb9b4353db94c8bd27c9182de4666", prompt_digest([1, 2, 3])),
-    ("f5785840f1c10916ea7a01c0ff23aef7d5c947f3afe364889e1d75aa9637b684", isolated_digest("11" * 32, "tenant")),
     (
         "epd-content-dc56f124ba46bc375e4b2fa0b4951f9f146a5390c986277be5d86f31903e43bb",
         content_salt(["11" * 32], "tenant"),

@@ -87,7 +87,7 @@ def pairs(draw: st.DrawFn) -> tuple[Request, Request]:
     return one, Request(tokens, digests, salt, lora)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(pairs(), st.integers(1, 5))
 def test_keys_are_equal_exactly_when_what_they_stand_for_is(pair: tuple[Request, Request], size: int) -> None:
     one, other = pair

@@ -276,6 +276,12 @@ def test_rows_of_an_image_compress_to_a_few_numbers() -> None:
     assert groups_from_flat(*flat) == groups
 
 
+def test_text_without_repetition_is_one_group() -> None:
+    segments = tuple(Segment(token, 1) for token in range(20))
+    assert compress(segments) == (Group(1, segments),)
+    assert compress(()) == ()
+
+
 @pytest.mark.parametrize("pattern", [[2, 1, 0], [1, 0, 0, 2], [0, 2, 1, 2]])
 def test_item_numbers_must_ascend_in_the_prompt(pattern: list[int]) -> None:
     with pytest.raises(InvalidMetadata, match="numbered in prompt order"):

@@ -117,11 +117,6 @@ def content_salt(digests: Sequence[str], cache_salt: str | None) -> str:
     return "epd-content-" + _digest("salt", [list(digests), cache_salt]).hex()
 
 
-def isolated_digest(digest: str, cache_salt: str | None) -> str:
-    """The key (64 hex digits) of an embedding that only requests under the same salt may notice being cached."""
-    return _digest("isolated", [digest, cache_salt]).hex()
-
-
 def _digest(purpose: str, value: object) -> bytes:
     hasher = blake3()
     write_value(hasher.update, [SCHEME, purpose], 0)
