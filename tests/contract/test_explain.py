@@ -18,7 +18,16 @@ from dynamo_epd.cli import main
 from dynamo_epd.commands.explain_page import page
 from dynamo_epd.contract.compare import compare, lines, verdict_words
 from dynamo_epd.contract.errors import InvalidMetadata, InvalidRequest
-from dynamo_epd.contract.explain import TEXT, Explanation, explain, grid_words, piece_words, position_words
+from dynamo_epd.contract.explain import (
+    TEXT,
+    Explanation,
+    explain,
+    grid_words,
+    item_words,
+    piece_words,
+    position_words,
+    summary_words,
+)
 from dynamo_epd.contract.handoff import ItemHandoff, TensorRef
 from dynamo_epd.contract.layout import PromptLayout
 from dynamo_epd.contract.trace import RequestTrace, decode_trace, encode_trace, make_trace
@@ -201,6 +210,20 @@ def test_grid_words(grid: Any, words: str) -> None:
 def test_position_words() -> None:
     positions = {"grid_thw": [1, 2, 3], "second_per_grid_ts": [0.5], "image_sizes": [1, 2]}
     assert position_words(positions) == {"grid": "2x3", "second per grid ts": "[0.5]", "image sizes": "[1, 2]"}
+
+
+def test_what_is_said_of_an_item_and_a_request() -> None:
+    side = explain(
+        request("1Aaa2aA3", WITH_UUID, unexpanded_token_ids=[1, IMG, 3], request_id="r", role="agg", kind="exact")
+    )
+    digest = WITH_UUID.digest[:16]
+    assert item_words(side, 0) == (
+        f'image, grid 34x46, 5 tokens (2 framing) in 2 runs from 1, 3 embedding rows, uuid "u1", digest {digest}'
+    )
+    facts = "8 tokens (expanded from 3), 2 blocks of 4, no cache salt, keys: exact"
+    assert summary_words(side) == ("r agg", facts)
+    bare = explain(request("12", cache_salt="s", lora_id=3))
+    assert summary_words(bare) == ("request", "2 tokens, 1 blocks of 4, with a cache salt, LoRA adapter 3")
 
 
 def test_a_trace_round_trips() -> None:

@@ -159,7 +159,8 @@ def item_words(side: Explanation, index: int) -> str:
         runs = side.mm.item_runs[index]
         count = side.mm.multimodal_lengths[index]
         where = f"in {len(runs)} runs from" if len(runs) > 1 else "at"
-        words.append(f"{count} tokens {where} {runs[0][0]}")
+        framing = f" ({len(item.special_offsets)} framing)" if item.special_offsets else ""
+        words.append(f"{count} tokens{framing} {where} {runs[0][0]}")
     if item.rows:
         words.append(f"{item.rows} embedding rows")
     if item.uuid is not None:
@@ -171,6 +172,8 @@ def summary_words(side: Explanation) -> tuple[str, str]:
     """A name for the request, and one line of facts about it."""
     trace = side.trace
     facts = [f"{len(side.tokens)} tokens", f"{len(side.blocks)} blocks of {trace.tokens_per_block}"]
+    if trace.unexpanded_token_ids:
+        facts[0] += f" (expanded from {len(trace.unexpanded_token_ids)})"
     facts.append("with a cache salt" if trace.cache_salt is not None else "no cache salt")
     if trace.lora_id is not None:
         facts.append(f"LoRA adapter {trace.lora_id}")
