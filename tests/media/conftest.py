@@ -57,9 +57,11 @@ def video_file() -> Maker:
         picture: np.ndarray | None = None,
         start: int = 0,
         options: dict[str, str] | None = None,
+        title: str = "",
     ) -> bytes:
         out = BytesIO()
         with av.open(out, "w", format=container, container_options=options) as file:
+            file.metadata["title"] = title
             stream = file.add_stream(codec, rate=fps)
             stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
             if times is not None:

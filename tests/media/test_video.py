@@ -190,6 +190,12 @@ def test_a_playlist_opens_no_other_file(text: str, video_file, tmp_path: Path, m
         assert "not a video" in refused(text.format(name).encode())
 
 
+def test_a_title_in_another_encoding(video_file) -> None:
+    data = video_file("matroska", count=2, title="TITLE")
+    assert data.count(b"TITLE") == 1
+    assert decode(data.replace(b"TITLE", b"\xe9\xff\xfe\x80\xc0")).total_frames == 2
+
+
 def test_cover_art_is_no_moving_picture(sine) -> None:
     out = BytesIO()
     with av.open(out, "w", format="mp4") as file:

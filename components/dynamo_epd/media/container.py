@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import av
 
@@ -20,7 +20,10 @@ _FORMATS = (
     "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,h264,hevc,ivf,flv,asf,gif,ogg,wav,w64,flac,mp3,aac,aiff,au,caf,amr,"
     "ac3,eac3"
 )
-_OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
+_OPEN: dict[str, Any] = {"mode": "r", "options": {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}}
+# Titles in another encoding than UTF-8 are no fault; PyAV before 19 must be told.
+if int(av.__version__.partition(".")[0]) < 19:
+    _OPEN["metadata_errors"] = "replace"
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def open_container(data: bytes, wanted: str, label: str) -> Iterator[InputContai
         InvalidRequest: unknown format, or damaged.
     """
     try:
-        container = av.open(BytesIO(data), mode="r", metadata_errors="ignore", options=_OPTIONS)
+        container = av.open(BytesIO(data), **_OPEN)
     except (av.FFmpegError, ValueError) as error:
         raise not_decodable(data, f"{wanted} that can be decoded", label) from error
     with container:
