@@ -29,6 +29,10 @@ class Command(NamedTuple):
 
 COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "demo": Command("demo.run", "start a frontend and workers here, ask about images, check every answer"),
+    "serve": Command("commands.serve", "run a graph of services on this host, or this host's part of it"),
+    "doctor": Command(
+        "commands.doctor", "check this machine, the model and the engine, with a remedy for each problem"
+    ),
     "keys": Command("commands.keys", "print the KV block keys of a prompt"),
     "explain": Command("commands.explain", "say why two requests do, or do not, share KV blocks"),
     "layout": Command("commands.layout", "show where each media item's tokens sit in a prompt"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,13 @@ def test_every_command_adds_its_own_parser(path: str, capsys: pytest.CaptureFixt
         cli.main([*path.split(), "--help"])
     assert stop.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: dynamo-epd {path} ")
+
+
+def test_no_command_is_left_out() -> None:
+    package = Path(cli.__file__).parent
+    files = [*package.glob("commands/*.py"), *package.glob("bench/*.py"), *package.glob("demo/*.py")]
+    offering = {f"{f.parent.name}.{f.stem}" for f in files if "\ndef add_parser(" in f.read_text()}
+    assert offering == {entry.module for _, entry in LEAVES}
 
 
 @pytest.mark.parametrize("path, entry", LEAVES, ids=[path for path, _ in LEAVES])
