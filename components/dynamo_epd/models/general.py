@@ -181,15 +181,10 @@ class GeneralFamily(PretrainedFamily):
         return [embedding for embedding in results if embedding is not None]
 
     def encode_together(self, modality: Modality, items: Sequence[Prepared]) -> list[torch.Tensor]:
-        """Embeddings of items of one modality, by as few calls of the model's own feature method as give the same.
-
-        Audio clips go one by one: padding a clip to the length of another changes its last rows. Images whose
-        tensors cannot be concatenated without padding go in groups that can.
-        """
+        """Embeddings of items of one modality, by as few calls of the model's own feature method as give the same."""
         groups: dict[object, list[int]] = {}
         for i, item in enumerate(items):
-            shapes = tuple(value.shape[1:] for value in item.features.values())
-            groups.setdefault(i if modality == "audio" else shapes, []).append(i)
+            groups.setdefault(i if modality == "audio" else self.batch_key(item), []).append(i)
         results: list[torch.Tensor | None] = [None] * len(items)
         for group in groups.values():
             chosen = [items[i] for i in group]
@@ -197,6 +192,13 @@ class GeneralFamily(PretrainedFamily):
             for i, embedding in zip(group, self.embed(modality, inputs, chosen), strict=True):
                 results[i] = embedding
         return [embedding for embedding in results if embedding is not None]
+
+    def batch_key(self, item: Prepared) -> object:
+        """Images, or videos, with equal keys are encoded in one call: their tensors concatenate without padding.
+
+        Audio clips always go one by one, because padding a clip to the length of another changes its last rows.
+        """
+        return tuple(value.shape[1:] for value in item.features.values())
 
     def _to_encoder(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch

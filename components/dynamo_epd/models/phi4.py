@@ -38,6 +38,10 @@ class Phi4Multimodal(GeneralFamily):
     def prepare_audio(self, media: Media, kwargs: Mapping[str, Any]) -> Prepared:
         return replace(super().prepare_audio(media, kwargs), positions={_MODE: kwargs.get(_MODE, "speech")})
 
+    def batch_key(self, item: Prepared) -> object:
+        """transformers 5.24 attends causally where no patch of a call is masked: such images stay among their kind."""
+        return super().batch_key(item), bool(item.features["image_attention_mask"].all())
+
     def embed(self, modality: Modality, inputs: Mapping[str, Any], items: Sequence[Prepared]) -> list[torch.Tensor]:
         import torch
 
