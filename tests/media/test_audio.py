@@ -106,9 +106,6 @@ def test_resampling_keeps_the_length_and_removes_what_does_not_fit(audio_file, s
     assert spectrum[5000 - 100 : 5000 + 100].max() < spectrum[440] * 1e-3
 
 
-# --- Refusals
-
-
 def test_the_duration_limit_is_exact(audio_file, sine) -> None:
     data = audio_file(sine(16000, 1.0), 16000)
     assert decode(data, limits=MediaLimits(max_audio_duration=1.0)).duration == 1.0

@@ -118,9 +118,6 @@ def test_the_digest_sees_the_content_and_nothing_else() -> None:
     assert len({digest(data) for data in other}) == len(other)
 
 
-# --- Refusals
-
-
 @pytest.mark.parametrize(
     "stored, reason",
     [

@@ -95,9 +95,6 @@ async def test_an_overlong_url_is_refused_and_not_repeated() -> None:
     assert "8192" in await refused("https://example.com/" + "a" * 10_000)
 
 
-# --- HTTP
-
-
 async def test_http_gives_the_body_and_follows_redirects(serve, open_policy) -> None:
     async def handler(request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/moved":
@@ -256,9 +253,6 @@ async def test_a_proxy_that_is_not_trusted_is_no_fault_of_the_caller(monkeypatch
     assert "SECRET" not in str(caught.value)
 
 
-# --- Files
-
-
 @pytest.fixture
 def allowed(tmp_path: Path) -> Path:
     folder = tmp_path / "allowed"
@@ -372,9 +366,6 @@ async def test_a_file_that_may_not_be_read(allowed: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "open", denied)
     message = await refused(str(allowed / "a.png"), local(allowed))
     assert message.endswith("cannot be read: Permission denied")
-
-
-# --- Names and limits
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,6 @@ def test_thin_images_keep_their_shape(size: tuple[int, int], image_file) -> None
     assert pixels(image_file(picture(*size))).shape == (size[1], size[0], 3)
 
 
-# --- Modes
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV"])
 def test_opaque_modes_are_converted_as_pillow_converts_them(mode: str) -> None:
     image = picture().convert(mode)
@@ -172,9 +169,6 @@ def test_cmyk_jpeg(image_file) -> None:
     assert np.abs(pixels(data).astype(int) - (0, 128, 255)).max() <= 6
 
 
-# --- Orientation and animation
-
-
 @pytest.mark.parametrize("file_format", ["PNG", "WEBP", "TIFF", "JPEG"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(orientation: int, file_format: str, image_file) -> None:
@@ -217,9 +211,6 @@ def test_an_animation_stands_for_its_first_frame(file_format: str, image_file) -
     data = image_file(first, file_format, save_all=True, append_images=[second], **options)
     assert Image.open(BytesIO(data)).n_frames == 2
     assert pixels(data).reshape(-1, 3).tolist() == [[255, 0, 0]] * 64
-
-
-# --- Refusals
 
 
 @pytest.mark.parametrize(

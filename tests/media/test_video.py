@@ -129,9 +129,6 @@ def test_the_display_matrix_is_applied(turn: int, video_file) -> None:
     assert np.abs(frame.astype(int) - upright).mean() < 6
 
 
-# --- The sound track
-
-
 def test_the_sound_track(video_file) -> None:
     video = decode(video_file(audio="aac"), sampler(num_frames=2), audio_rate=8000)
     assert video.audio is not None and video.audio.sampling_rate == 8000
@@ -141,9 +138,6 @@ def test_the_sound_track(video_file) -> None:
     assert np.argmax(spectrum) == 440
     assert decode(video_file(audio="aac"), sampler(num_frames=2)).audio is None
     assert decode(video_file(), sampler(num_frames=2), audio_rate=8000).audio is None
-
-
-# --- Limits and refusals
 
 
 def test_limits(video_file) -> None:
@@ -247,9 +241,6 @@ def test_a_stream_that_begins_in_the_middle(video_file) -> None:
         assert error.item == LABEL
     else:
         assert 0 < len(part.frames) == part.total_frames == len(part.timestamps) < 30
-
-
-# --- Sampling rules
 
 
 def info(total: int, fps: float) -> VideoInfo:

@@ -110,8 +110,8 @@ async def _download(url: str, policy: UrlValidationPolicy, limits: MediaLimits, 
         data = await fetch_bytes(url, limits.fetch_timeout, policy=policy, max_bytes=limits.max_file_size_bytes)
     except UrlValidationError as error:
         raise InvalidRequest(
-            f"{name} cannot be fetched: {_scrubbed(error)} (allowed are public hosts that the operator does not "
-            f"exclude, 3 redirects and {limits.max_file_size_bytes} bytes)",
+            f"{name} is refused: {_scrubbed(error)} (the deployment's policy allows certain hosts, 3 redirects and "
+            f"{limits.max_file_size_bytes} bytes, --max-file-size-mb)",
             item=label,
         ) from error
     except HttpConfigurationError as error:
