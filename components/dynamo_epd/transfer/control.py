@@ -34,6 +34,10 @@ class Link(Protocol):
 class LinkHandler(Protocol):
     """Whoever a link belongs to; told of everything on the event loop, ``lost`` exactly once and last."""
 
+    def connected(self, link: Link) -> None:
+        """The link is there."""
+        ...
+
     def received(self, link: Link, message: AnyMessage) -> None:
         """A message came. Raising ``TransferError`` means that the link cannot be used any further."""
         ...
@@ -71,6 +75,7 @@ class TcpLink(asyncio.Protocol):
         for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._handler.connected(self)
 
     def data_received(self, data: bytes) -> None:
         if self._fault or self._closing:

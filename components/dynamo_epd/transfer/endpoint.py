@@ -85,7 +85,11 @@ class Endpoint:
 
     async def allocate_all(self, sizes: Sequence[int], *, timeout: float | None = None) -> list[Hold]:
         """One slot per size, all at once: requests that need several cannot block each other half way."""
-        slots = self.arena.take(sizes)
+        try:
+            slots = self.arena.take(sizes)
+        except TransferError as error:
+            self._count(error)
+            raise
         if slots is not None:
             return slots
         future: asyncio.Future[list[Hold]] = self._loop.create_future()
@@ -138,7 +142,7 @@ class Endpoint:
         found: dict[int, Hold] = {}
         try:
             while left:
-                outcomes = self._begin({i: refs[i] for i in sorted(left)}, first, deadline, led)
+                self._begin({i: refs[i] for i in sorted(left)}, first, deadline, led, outcomes)
                 if not all(outcome.done() for outcome in outcomes.values()):
                     await asyncio.wait(outcomes.values())
                 faults = []
@@ -150,7 +154,7 @@ class Endpoint:
                     elif i in led or self._clock() >= deadline:
                         # Whoever waited for another's transfer has an offer of its own to try; these have not.
                         faults.append(error)
-                outcomes = {}
+                outcomes.clear()
                 if faults:
                     raise faults[0]
             for i, ref in enumerate(refs):
@@ -163,10 +167,12 @@ class Endpoint:
                 if not outcome.cancel() and not outcome.exception():
                     outcome.result().release()
             _release(found.values())
+            led.clear()
             if isinstance(error, TransferError):
                 self._count(error)
             raise
         finally:
+            # A transfer that came to its end has ended its offer.
             for i, ref in enumerate(refs):
                 if i not in led:
                     self.decline(ref)
@@ -199,13 +205,19 @@ class Endpoint:
     # Fetching.
 
     def _begin(
-        self, wanted: dict[int, TensorRef], first: int, deadline: float, led: set[int]
-    ) -> dict[int, asyncio.Future[Hold]]:
-        """One outcome for each of ``wanted``: the store's, a running transfer's, or a new one's (then in ``led``)."""
-        outcomes = {}
+        self,
+        wanted: dict[int, TensorRef],
+        first: int,
+        deadline: float,
+        led: set[int],
+        outcomes: dict[int, asyncio.Future[Hold]],
+    ) -> None:
+        """Fill in an outcome for each of ``wanted``: of the store, of a running transfer, or of a new one (``led``)."""
         leads: dict[int, tuple[TensorRef, int]] = {}
         for i, ref in wanted.items():
-            kept = self.store.find(ref.digest) if first == 0 else None
+            if not 0 <= first < ref.shape[0]:
+                raise TransferError("protocol", f"row {first} of a tensor of shape {ref.shape} was asked for")
+            kept = self._at_hand(ref) if first == 0 else None
             flight = self.fetches.joinable(ref.digest) if first == 0 and kept is None else None
             if kept is not None:
                 outcomes[i] = self._loop.create_future()
@@ -216,10 +228,8 @@ class Endpoint:
                 watcher, outcomes[i] = self._watcher(deadline)
                 self.fetches.watch(flight, watcher)
                 self._bind(flight, watcher, outcomes[i])
-            elif 0 <= first < ref.shape[0]:
-                leads[i] = (ref, first * (ref.nbytes // ref.shape[0]))
             else:
-                raise TransferError("protocol", f"row {first} of a tensor of shape {ref.shape} was asked for")
+                leads[i] = (ref, first * (ref.nbytes // ref.shape[0]))
         if leads:
             watchers = [self._watcher(deadline) for _ in leads]
             fetches = self.fetches.start(list(leads.values()), [watcher for watcher, _ in watchers], self._clock())
@@ -228,7 +238,15 @@ class Endpoint:
                 outcomes[i] = outcome
                 self._bind(fetch, watcher, outcome)
         self._arm()
-        return outcomes
+
+    def _at_hand(self, ref: TensorRef) -> Hold | None:
+        """What is here already: kept under the digest, or offered by this very process."""
+        kept = self.store.find(ref.digest)
+        if kept is None and ref.agent == self.agent:
+            kept = self.offers.take(ref.offer, ref.generation)
+            if kept is None:
+                raise TransferError("expired", f"offer {ref.offer} of this process has ended")
+        return kept
 
     def _watcher(self, deadline: float) -> tuple[Watcher, asyncio.Future[Hold]]:
         future: asyncio.Future[Hold] = self._loop.create_future()
@@ -259,7 +277,11 @@ class Endpoint:
             )
 
     def _moved(self, fetch: Fetch, error: TransferError | None) -> None:
+        peer = fetch.source
         self.fetches.moved(fetch, error)
+        if error is not None and error.reason == "peer_lost" and peer is not None:
+            # The data plane's connection is broken: the next fetch makes a new one, with a new link.
+            peer.link.close()
         self._arm()
 
     def over(self, fetch: Fetch, error: TransferError | None) -> None:

@@ -56,7 +56,7 @@ class Fetch:
 
     Attributes:
         skip: bytes of the offered tensor that are left out at its start.
-        request: number of the pull, and of the check.
+        request: number of the pull, and of the check; peers rely on its growing from pull to pull.
         begun: when it was begun.
         busy: the data plane, or this process's own copy, is using the slot.
         granted: the peer may write to the slot until it says ``Ended``.
@@ -66,10 +66,10 @@ class Fetch:
     skip: int
     nbytes: int
     content: Content
-    request: int
     begun: float
     watchers: dict[Watcher, None] = field(default_factory=dict)
     state: FetchState = FetchState.MEMORY
+    request: int = 0
     slot: Hold | None = None
     source: Source | None = None
     busy: bool = False
@@ -147,10 +147,9 @@ class Fetches:
         """
         fetches = []
         for (ref, skip), watcher in zip(wanted, watchers, strict=True):
-            self._requests += 1
             row = ref.nbytes // ref.shape[0]
             content = Content((ref.shape[0] - skip // row, *ref.shape[1:]), ref.dtype)
-            fetches.append(Fetch(ref, skip, ref.nbytes - skip, content, self._requests, now, {watcher: None}))
+            fetches.append(Fetch(ref, skip, ref.nbytes - skip, content, now, {watcher: None}))
         sizes = [fetch.nbytes for fetch in fetches]
         slots = self._arena.take(sizes)
         self._active.update(dict.fromkeys(fetches))
@@ -185,7 +184,8 @@ class Fetches:
         if slot_index(ref.offer) * GRANULE + ref.nbytes > hello.size:
             self._fail(fetch, TransferError("protocol", f"offer {ref.offer} lies outside the arena of {ref.agent}"))
             return
-        fetch.source, fetch.state = source, FetchState.MOVING
+        self._requests += 1
+        fetch.source, fetch.state, fetch.request = source, FetchState.MOVING, self._requests
         slot = fetch.slot
         if source.way == "write" and slot is not None:
             fetch.granted = True

@@ -62,8 +62,14 @@ class Links:
 
     async def open(self, host: str, port: int) -> str:
         """Start to listen; returns the address for peers. Raises ``OSError``."""
-        self._server, address = await listen(host, port, lambda: Peer(self))
+        self._server, address = await listen(host, port, self._accept)
         return address
+
+    def _accept(self) -> Peer:
+        peer = Peer(self)
+        self._accepted[peer] = None
+        self._loop.call_later(self._timeout, lambda: None if peer.alive else peer.link.close())
+        return peer
 
     def ways(self) -> dict[str, str]:
         """How bytes come from each peer that was dialled, by its agent's name."""
@@ -126,7 +132,7 @@ class Links:
             self._stepped()
 
     async def _meet(self, peer: Peer) -> None:
-        peer.link = await dial(peer.address, peer)
+        await dial(peer.address, peer)
         peer.link.send(self._hello)
         await peer.greeting
         await choose_way(peer, self._hello, self._mode, self._region, self._plane, self._probing)
@@ -135,7 +141,6 @@ class Links:
 
     def greeted(self, peer: Peer) -> None:
         if not peer.address:
-            self._accepted[peer] = None
             peer.link.send(self._hello)
 
     def dispatch(self, peer: Peer, message: AnyMessage) -> None:
@@ -143,6 +148,9 @@ class Links:
         if peer.address:
             if isinstance(message, Ended):
                 self._fetches.ended(peer, message, now)
+                if message.outcome == "failed":
+                    # The data plane's connection is broken: the next fetch makes a new one, with a new link.
+                    peer.link.close()
             elif isinstance(message, Checked):
                 self._fetches.checked(peer, message.checksum, message.request)
             elif isinstance(message, Wire):
@@ -178,6 +186,8 @@ class Links:
         self._accepted.pop(peer, None)
         if self._dialled.get(peer.address) is peer:
             del self._dialled[peer.address]
+        if not peer.alive:
+            return
         if peer.address:
             self._fetches.lost(peer, error, dead, self._clock())
         else:
@@ -191,19 +201,24 @@ class Links:
             peer.link.send(Wire(message.request, False, f"{self._hello.agent} runs without NIXL"))
             return
 
+        if peer.loading:
+            raise TransferError("protocol", "Wire came again before its answer")
+
         def ready(error: str) -> None:
-            peer.loaded = peer.loaded or not error
+            peer.loading, peer.loaded = False, peer.loaded or not error
             if not error and message.on != peer.wired:
                 peer.wired = message.on
                 (plane.expect if message.on else plane.unexpect)(0)
             if not peer.alive:
                 self._unload(peer)
+                return
             with contextlib.suppress(TransferError):
                 peer.link.send(Wire(message.request, message.on, error[:1000]))
 
         if peer.loaded:
             ready("")
         else:
+            peer.loading = True
             plane.load(peer.hello.agent, peer.hello.metadata, ready)
 
     def _unload(self, peer: Peer) -> None:

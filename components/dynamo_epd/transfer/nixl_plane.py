@@ -212,8 +212,10 @@ class NixlPlane:
 
     def _load(self, agent: str, metadata: bytes, ended: Ended) -> None:
         error = ""
-        if self._leaving.pop(agent, None) is not None:
-            self._loaded[agent] -= 1
+        if agent in self._leaving:
+            # Its connections may be broken: begin anew.
+            self._leaving[agent] = 0.0
+            self._leave(time.monotonic())
         if not self._loaded.get(agent):
             try:
                 name = self._agent.add_remote_agent(metadata)

@@ -43,6 +43,14 @@ class Receiver(Protocol):
 
 @dataclass(eq=False)
 class Offer:
+    """One slot that a receiver may take.
+
+    Attributes:
+        reading: the data plane makes progress for the receiver's reads.
+        writing: a write for it is under way; there is one at a time.
+        checked: its checksum was asked for; once is enough, and more would be work that anybody can order.
+    """
+
     number: int
     slot: Hold
     nbytes: int
@@ -50,12 +58,15 @@ class Offer:
     state: OfferState = OfferState.OPEN
     receiver: Receiver | None = None
     reading: bool = False
+    writing: bool = False
+    checked: bool = False
 
 
 @dataclass(eq=False)
 class Write:
     """Bytes on their way to a receiver's slot, in answer to one ``Pull``."""
 
+    offer: Offer
     receiver: Receiver
     request: int
     slot: Hold
@@ -130,6 +141,15 @@ class Offers:
         self._offers[OfferState.OPEN][number] = Offer(number, slot.hold(), nbytes, now + self._ttl)
         return number
 
+    def take(self, number: int, generation: int) -> Hold | None:
+        """The slot of an open offer, for this very process; None when the offer has ended. Ends it."""
+        offer = self._offers[OfferState.OPEN].get(number)
+        if offer is None or offer.slot.allocation.generation != generation:
+            return None
+        slot = offer.slot.hold()
+        self._end(offer)
+        return slot
+
     def withdraw(self, number: int) -> None:
         """End an offer; nothing happens when it has ended already."""
         for offers in self._offers.values():
@@ -143,7 +163,8 @@ class Offers:
         self._newest[receiver] = message.request
         offer, refusal = self._find(receiver, message.offer, message.generation)
         if offer is not None and (
-            message.skip + message.nbytes > offer.nbytes
+            offer.writing
+            or message.skip + message.nbytes > offer.nbytes
             or message.target % GRANULE
             or message.target + message.nbytes > receiver.hello.size
         ):
@@ -153,7 +174,9 @@ class Offers:
             self._effects.send(receiver.link, Ended(message.request, refusal, detail))
             return
         self._serve(offer, receiver, now)
-        write = Write(receiver, message.request, offer.slot.hold(), message.skip, message.nbytes, message.target)
+        offer.writing = True
+        slot = offer.slot.hold()
+        write = Write(offer, receiver, message.request, slot, message.skip, message.nbytes, message.target)
         self._writes[receiver.hello.agent, message.request] = write
         self._effects.write(write)
 
@@ -178,15 +201,17 @@ class Offers:
     def written(self, write: Write, error: str) -> None:
         """The memory of ``write`` is no longer in use; ``error`` is empty when all bytes are at the receiver."""
         self._writes.pop((write.receiver.hello.agent, write.request), None)
+        write.offer.writing = False
         write.slot.release()
         outcome: Outcome = "cancelled" if error == "cancelled" else "failed" if error else "written"
         self._effects.send(write.receiver.link, Ended(write.request, outcome, error[:200]))
 
     def check(self, receiver: Receiver, message: Check) -> None:
         offer, _ = self._find(receiver, message.offer, message.generation)
-        if offer is None or message.skip + message.nbytes > offer.nbytes:
+        if offer is None or offer.checked or message.skip + message.nbytes > offer.nbytes:
             self._effects.send(receiver.link, Checked(message.request, b""))
         else:
+            offer.checked = True
             self._effects.answer_check(receiver, message.request, offer.slot.hold(), message.skip, message.nbytes)
 
     def done(self, receiver: Receiver, message: Done) -> None:

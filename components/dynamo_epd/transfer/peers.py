@@ -56,7 +56,7 @@ class Peer:
         hello: what it said of itself; set before anything but ``greeted`` is told of it.
         way: how its bytes come here; for dialled peers.
         mapped: its memory, where ``way`` is ``map``.
-        loaded: the data plane knows it.
+        loading, loaded: the data plane is getting to know it, and does.
         wired: the data plane makes progress for it.
         fault: what it did wrong; nothing more is read from it.
         alive: it has said hello, and its link has not ended.
@@ -69,6 +69,7 @@ class Peer:
         self.hello: Hello
         self.way: Way = "write"
         self.mapped: Mapped | None = None
+        self.loading = False
         self.loaded = False
         self.wired = False
         self.fault: TransferError | None = None
@@ -78,11 +79,14 @@ class Peer:
         self._owner = owner
         self._requests = 0
 
+    def connected(self, link: Link) -> None:
+        self.link = link
+
     def received(self, link: Link, message: AnyMessage) -> None:
         if self.alive:
             self._owner.dispatch(self, message)
         elif isinstance(message, Hello):
-            self.link, self.hello, self.alive = link, message, True
+            self.hello, self.alive = message, True
             self._owner.greeted(self)
             if not self.greeting.done():
                 self.greeting.set_result(None)
@@ -90,7 +94,7 @@ class Peer:
             raise TransferError("protocol", f"{type(message).__name__} came before Hello")
 
     def faulted(self, link: Link, error: TransferError) -> None:
-        self.fault, self.link = error, link
+        self.fault = error
         self._owner.faulted(self, error)
 
     def lost(self, link: Link, error: TransferError, dead: bool) -> None:
@@ -100,9 +104,8 @@ class Peer:
             for answer in waiting:
                 if not answer.done():
                     answer.set_exception(TransferError(error.reason, str(error)))
-        if self.alive:
-            self.alive = False
-            self._owner.lost(self, error, dead)
+        self._owner.lost(self, error, dead)
+        self.alive = False
 
     def answered(self, message: Wire) -> None:
         """The peer's answer to ``wire``."""
