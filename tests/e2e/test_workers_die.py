@@ -37,7 +37,7 @@ async def recovers(http, stack, picture=RED):
         if answer.status == 200 or time.monotonic() > end:
             assert (answer.status, answer.text) == (200, picture.colour)
             return
-        assert answer.status in (0, 500, 502, 503, 504)
+        assert answer.status in (0, 404, 500, 502, 503, 504)
         await asyncio.sleep(0.3)
 
 

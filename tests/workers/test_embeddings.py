@@ -6,9 +6,9 @@ import pytest
 
 from dynamo_epd.contract.handoff import Group, Segment
 from dynamo_epd.models.base import Expansion
-from dynamo_epd.workers.embeddings import Description, EmbeddingCache, Encoded
+from dynamo_epd.workers.embeddings import Description, EmbeddingCache, Encoded, Part
 
-DESCRIPTION = Description("image", Expansion((Group(1, (Segment(5, 2, 0),)),)), 2, 4, "float32", {})
+DESCRIPTION = Description(Expansion((Group(1, (Segment(5, 2, 0),)),)), (Part("image", 2, 4, "float32", {}),))
 
 
 class FakeTransfer:
@@ -60,7 +60,7 @@ def maker(transfer, name, gate=None, calls=None, error=None):
             await gate.wait()
         if error is not None:
             raise error
-        return Encoded(DESCRIPTION, transfer.slot(name))
+        return Encoded(DESCRIPTION, (transfer.slot(name),))
 
     return make
 
@@ -74,10 +74,10 @@ async def test_the_second_request_is_served_from_what_is_kept(cache, transfer):
     calls = []
     first = await cache.get("k", maker(transfer, "one", calls=calls))
     second = await cache.get("k", maker(transfer, "two", calls=calls))
-    assert calls == ["one"] and second.slot.name == "one"
+    assert calls == ["one"] and second.slots[0].name == "one"
     assert (cache.hits, cache.misses) == (1, 1)
-    first.slot.release()
-    second.slot.release()
+    first.release()
+    second.release()
     await settle()
     assert transfer.holds["one"] == 0
 
@@ -92,14 +92,14 @@ async def test_items_in_flight_are_made_once(cache, transfer):
     await settle()
     assert transfer.holds["one"] == 5
     for item in made:
-        item.slot.release()
+        item.release()
     assert transfer.holds["one"] == 0
 
 
 async def test_what_was_evicted_is_made_again(cache, transfer):
-    (await cache.get("k", maker(transfer, "one"))).slot.release()
+    (await cache.get("k", maker(transfer, "one"))).release()
     transfer.kept.clear()
-    assert (await cache.get("k", maker(transfer, "two"))).slot.name == "two"
+    assert (await cache.get("k", maker(transfer, "two"))).slots[0].name == "two"
 
 
 async def test_a_waiter_that_leaves_does_not_spoil_it_for_the_others(cache, transfer):
@@ -109,7 +109,7 @@ async def test_a_waiter_that_leaves_does_not_spoil_it_for_the_others(cache, tran
     leaver.cancel()
     await settle()
     gate.set()
-    (await stayer).slot.release()
+    (await stayer).release()
     await settle()
     assert transfer.holds["one"] == 0
 
@@ -123,7 +123,7 @@ async def test_the_last_to_leave_cancels_the_making_and_nothing_stays_held(cache
     gate.set()
     await settle()
     assert transfer.holds["one"] == 0 and not cache._flights
-    assert (await cache.get("k", maker(transfer, "two", calls=calls))).slot.name == "two"
+    assert (await cache.get("k", maker(transfer, "two", calls=calls))).slots[0].name == "two"
 
 
 async def test_an_error_reaches_all_who_wait_and_is_not_remembered(cache, transfer):
@@ -136,11 +136,11 @@ async def test_an_error_reaches_all_who_wait_and_is_not_remembered(cache, transf
     gate.set()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [str(r) for r in results] == ["boom", "boom"]
-    assert (await cache.get("k", maker(transfer, "two"))).slot.name == "two"
+    assert (await cache.get("k", maker(transfer, "two"))).slots[0].name == "two"
 
 
 async def test_a_disabled_cache_keeps_nothing(transfer):
     cache = EmbeddingCache(transfer, enabled=False)
-    (await cache.get("k", maker(transfer, "one"))).slot.release()
+    (await cache.get("k", maker(transfer, "one"))).release()
     await settle()
     assert not transfer.kept and transfer.holds["one"] == 0

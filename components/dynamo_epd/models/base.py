@@ -129,6 +129,10 @@ class Family(ABC):
             InvalidRequest: an option that the processor does not know.
         """
 
+    def own_sound(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether ``prepare`` wants a video's own sound along with its frames (``Media.meta["audio"]``)."""
+        return False
+
     def frame_indices(self, total_frames: int, fps: float, kwargs: Mapping[str, Any]) -> list[int]:
         """Which frames of a video ``prepare`` wants, by the processor's own rule and the request's ``kwargs``.
 

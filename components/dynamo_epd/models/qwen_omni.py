@@ -83,12 +83,15 @@ class QwenOmni(GeneralFamily):
 
     # Preparation
 
+    def own_sound(self, kwargs: Mapping[str, Any]) -> bool:
+        return bool(self._sections(kwargs)[""][_OWN_SOUND])
+
     def prepare_video(self, media: Media, kwargs: Mapping[str, Any]) -> Prepared:
         section = self.video_options(media, kwargs)
         fps = self._sections(kwargs)["videos_kwargs"].get("fps")
         if fps is not None:
             section["fps"] = fps
-        sound = media.meta.get("audio") if self._sections(kwargs)[""][_OWN_SOUND] else None
+        sound = media.meta.get("audio") if self.own_sound(kwargs) else None
         call: dict[str, Any] = {"videos_kwargs": section, _OWN_SOUND: sound is not None}
         if sound is None:
             inputs, (replacement,) = self.processor._process_videos([media.data], **call)

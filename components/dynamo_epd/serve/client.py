@@ -64,7 +64,8 @@ async def chat(
         **options,
     }
     start = time.perf_counter()
-    text, ttft, finish, usage = "", 0.0, None, {}
+    text, ttft, finish = "", 0.0, None
+    usage: dict[str, Any] = {}
     try:
         async with session.post(
             f"{url}/v1/chat/completions", json=body, timeout=aiohttp.ClientTimeout(total=timeout)

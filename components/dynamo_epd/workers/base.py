@@ -7,7 +7,7 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 from dynamo._core import Context
 from dynamo.common.backend.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
@@ -49,7 +49,7 @@ class EpdWorker(LLMEngine):
         """Undo ``open``, also half of one."""
 
     async def start(self, worker_id: int) -> EngineConfig:
-        self.transfer = await open_transfer(self.args.transfer)
+        self.transfer = cast(Transfer, await open_transfer(self.args.transfer))
         return await self.open()
 
     async def cleanup(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from ..contract.digest import value_digest
 from ..contract.handoff import Modality
 from ..models.base import Expansion
 from ..transfer.base import Slot, Transfer
@@ -17,23 +18,47 @@ _MAX_DESCRIPTIONS = 65536
 
 
 @dataclass(frozen=True)
-class Description:
-    """What is known of an encoded item besides its embedding; determined by the item's digest."""
+class Part:
+    """One item of the handoff, without its embedding."""
 
     modality: Modality
-    expansion: Expansion
     rows: int
     width: int
     dtype: str
-    positions: dict[str, object]
+    positions: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of an encoded item besides its embedding; determined by the item's digest.
+
+    Attributes:
+        expansion: what stands for the item in the prompt.
+        parts: the item itself, or the two that its placeholder stands for (a video and its own sound).
+    """
+
+    expansion: Expansion
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded item and one hold on its embedding, which the owner must release."""
+    """An encoded item and one hold on the embedding of each part, which the owner must release."""
 
     description: Description
-    slot: Slot
+    slots: tuple[Slot, ...]
+
+    def hold(self) -> Encoded:
+        return Encoded(self.description, tuple(slot.hold() for slot in self.slots))
+
+    def release(self) -> None:
+        for slot in self.slots:
+            slot.release()
+
+
+def part_key(key: str, index: int, parts: int) -> str:
+    """The digest of one part of an item: the item's own, where it is all of it."""
+    return key if parts == 1 else value_digest([key, index])
 
 
 @dataclass
@@ -63,14 +88,10 @@ class EmbeddingCache:
 
         A caller that is cancelled leaves the making to the others; the last one to leave cancels it.
         """
-        description = self._descriptions.get(key)
-        if description is not None:
-            slot = self._transfer.find(key)
-            if slot is not None:
-                self._descriptions.move_to_end(key)
-                self.hits += 1
-                return Encoded(description, slot)
-            del self._descriptions[key]
+        found = self._find(key)
+        if found is not None:
+            self.hits += 1
+            return found
         flight = self._flights.get(key)
         if flight is None:
             self.misses += 1
@@ -81,16 +102,32 @@ class EmbeddingCache:
         try:
             made = await asyncio.shield(flight.task)
             self._remember(key, made)
-            return Encoded(made.description, made.slot.hold())
+            return made.hold()
         finally:
             flight.waiters -= 1
             if flight.waiters == 0:
                 self._land(key, flight)
 
+    def _find(self, key: str) -> Encoded | None:
+        description = self._descriptions.get(key)
+        if description is None:
+            return None
+        n = len(description.parts)
+        slots = [self._transfer.find(part_key(key, i, n)) for i in range(n)]
+        held = tuple(slot for slot in slots if slot is not None)
+        if len(held) == n:
+            self._descriptions.move_to_end(key)
+            return Encoded(description, held)
+        for slot in held:
+            slot.release()
+        del self._descriptions[key]
+        return None
+
     def _remember(self, key: str, made: Encoded) -> None:
         if not self._enabled or key in self._descriptions:
             return
-        self._transfer.keep(key, made.slot)
+        for i, slot in enumerate(made.slots):
+            self._transfer.keep(part_key(key, i, len(made.slots)), slot)
         self._descriptions[key] = made.description
         while len(self._descriptions) > _MAX_DESCRIPTIONS:
             self._descriptions.popitem(last=False)
@@ -104,4 +141,4 @@ class EmbeddingCache:
 
 def _release(task: asyncio.Task[Encoded]) -> None:
     if not task.cancelled() and task.exception() is None:
-        task.result().slot.release()
+        task.result().release()

@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from dynamo._core import Context
 from dynamo.common.backend.engine import EngineConfig, GenerateChunk, GenerateRequest
 from dynamo.common.backend.health_check import build_health_check_payload, is_probe
@@ -21,20 +23,22 @@ from dynamo.common.http.url_validator import UrlValidationPolicy
 from PIL import Image
 
 from .. import models
-from ..contract.digest import item_digest, prompt_digest, value_digest
+from ..contract.digest import prompt_digest, value_digest
 from ..contract.handoff import HANDOFF_VERSION, Handoff, ItemHandoff, Modality, to_json_object
+from ..media.embedding import PrecomputedEmbedding
 from ..media.fetch import fetch
-from ..media.image import ALPHA_BACKGROUND
 from ..media.limits import MediaLimits
 from ..media.source import MediaReference, parse_request_media
-from ..models.base import Family
+from ..models.base import Expansion, Family, Prepared
+from ..transfer.base import Slot
+from . import items as media_items
 from .base import EpdWorker
 from .batching import EncodeBatcher
-from .embeddings import Description, EmbeddingCache, Encoded
+from .embeddings import Description, EmbeddingCache, Encoded, Part, part_key
 from .faults import to_handoff_error
-from .items import prepare
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EncodeWorker(EpdWorker):
@@ -94,9 +98,10 @@ class EncodeWorker(EpdWorker):
             request.get("multi_modal_data"), request.get("multi_modal_uuids"), limits=self._limits
         )
         places, ordered = _in_prompt_order(family, token_ids, refs)
-        kwargs = request.get("mm_processor_kwargs") or {}
+        counts = Counter(ref.modality for ref in ordered)
+        options = family.request_options(counts, request.get("mm_processor_kwargs") or {})
         salt = (request.get("routing") or {}).get("cache_salt") if self.args.isolate_embedding_cache_by_salt else None
-        tasks = [asyncio.ensure_future(self._item(ref, kwargs, salt)) for ref in ordered]
+        tasks = [asyncio.ensure_future(self._item(ref, options, salt)) for ref in ordered]
         try:
             found = await asyncio.gather(*tasks)
         except BaseException:
@@ -104,67 +109,83 @@ class EncodeWorker(EpdWorker):
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if not isinstance(result, BaseException):
-                    result[2].slot.release()
+                    result[2].release()
             raise
-        items = []
+        items: list[ItemHandoff] = []
         try:
             replacements = family.replacements(token_ids, places, [e.description.expansion for _, _, e in found])
             for ref, (digest, key, encoded) in zip(ordered, found, strict=True):
-                d = encoded.description
-                embedding = transfer.offer(encoded.slot, digest=key, shape=(d.rows, d.width), dtype=d.dtype)
-                undo.callback(transfer.withdraw, embedding)
-                items.append(ItemHandoff(d.modality, digest, d.rows, embedding, ref.uuid, dict(d.positions)))
+                n = len(encoded.slots)
+                for i, (part, slot) in enumerate(zip(encoded.description.parts, encoded.slots, strict=True)):
+                    shape = (part.rows, part.width)
+                    embedding = transfer.offer(slot, digest=part_key(key, i, n), shape=shape, dtype=part.dtype)
+                    undo.callback(transfer.withdraw, embedding)
+                    items.append(
+                        ItemHandoff(
+                            part.modality,
+                            part_key(digest, i, n),
+                            part.rows,
+                            embedding,
+                            ref.uuid,
+                            dict(part.positions),
+                        )
+                    )
         finally:
             for _, _, encoded in found:
-                encoded.slot.release()
+                encoded.release()
         return Handoff(HANDOFF_VERSION, family.identity, tuple(items), replacements, prompt_digest(token_ids))
 
-    async def _item(self, ref: MediaReference, kwargs: Mapping[str, Any], salt: str | None) -> tuple[str, str, Encoded]:
+    async def _item(
+        self, ref: MediaReference, options: Mapping[str, Any], salt: str | None
+    ) -> tuple[str, str, Encoded]:
         """(content digest, cache key, embedding) of one item. Decodes and encodes only what is not known."""
-        data = await fetch(ref.url, policy=self._policy, limits=self._limits, label=ref.label)
-        digest = await asyncio.get_running_loop().run_in_executor(
-            self._threads, partial(self._digest, ref, data, kwargs)
-        )
+        family, limits = self._family, self._limits
+        data = await fetch(ref.url, policy=self._policy, limits=limits, label=ref.label)
+        if ref.kind == "embedding":
+            given = await self._in_thread(media_items.read_embedding, family, ref, data, limits)
+            digest = await self._in_thread(media_items.embedding_digest, family, ref, given, options)
+            make = partial(self._take, ref, given, options)
+        else:
+            digest = await self._in_thread(media_items.digest, family, ref, data, options)
+            make = partial(self._encode, ref, data, options)
         key = digest if salt is None else value_digest([digest, salt])
-        return digest, key, await self._cache.get(key, partial(self._encode, ref, data, kwargs))
+        return digest, key, await self._cache.get(key, make)
 
-    def _digest(self, ref: MediaReference, data: bytes, kwargs: Mapping[str, Any]) -> str:
-        return item_digest(
-            modality=ref.modality,
-            payload=data,
-            model=self._family.identity,
-            options=self._family.resolved_options(ref.modality, kwargs),
-            alpha_background=ALPHA_BACKGROUND if ref.modality == "image" else None,
-            uuid=ref.uuid,
-        )
+    async def _encode(self, ref: MediaReference, data: bytes, options: Mapping[str, Any]) -> Encoded:
+        """Decode, preprocess and encode one item into the arena; the caller owns the holds."""
+        prepared = await self._in_thread(media_items.prepare, self._family, ref, data, options, self._limits)
+        parts = prepared.parts or (prepared,)
+        tensors = await asyncio.gather(*(self._batcher.submit(part) for part in parts))
+        pruned = [self._family.prune(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        expansion = prepared.expansion if prepared.parts else pruned[0][0].expansion
+        return await self._store(expansion, pruned)
 
-    async def _encode(self, ref: MediaReference, data: bytes, kwargs: Mapping[str, Any]) -> Encoded:
-        """Decode, preprocess and encode one item into a slot of the arena; the caller owns the hold."""
+    async def _take(self, ref: MediaReference, given: PrecomputedEmbedding, options: Mapping[str, Any]) -> Encoded:
+        """Lay out an embedding that the caller brought, and put it into the arena."""
+        prepared, tensor = await self._in_thread(media_items.prepare_embedding, self._family, ref, given, options)
+        return await self._store(prepared.expansion, [(prepared, tensor)])
+
+    async def _store(self, expansion: Expansion, made: Sequence[tuple[Prepared, torch.Tensor]]) -> Encoded:
         if self.transfer is None:
             raise RuntimeError("the worker is closed")
-        loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(
-            self._threads, partial(prepare, self._family, ref, data, kwargs, self._limits)
+        parts = tuple(
+            Part(item.modality, item.rows, int(tensor.shape[1]), _dtype(tensor), dict(item.positions))
+            for item, tensor in made
         )
-        embedding = await self._batcher.submit(prepared)
-        if tuple(embedding.shape) != (prepared.rows, self._family.embedding_width):
-            raise RuntimeError(f"{ref.label}: encoder gave {tuple(embedding.shape)}, expected {prepared.rows} rows")
-        dtype = str(embedding.dtype).removeprefix("torch.")
-        slot = await self.transfer.allocate(embedding.nbytes)
+        slots: list[Slot] = []
         try:
-            await loop.run_in_executor(self._threads, slot.tensor(embedding.shape, dtype).copy_, embedding)
+            for _, tensor in made:
+                slot = await self.transfer.allocate(tensor.nbytes)
+                slots.append(slot)
+                await self._in_thread(slot.tensor(tensor.shape, _dtype(tensor)).copy_, tensor)
         except BaseException:
-            slot.release()
+            for slot in slots:
+                slot.release()
             raise
-        description = Description(
-            modality=prepared.modality,
-            expansion=prepared.expansion,
-            rows=prepared.rows,
-            width=int(embedding.shape[1]),
-            dtype=dtype,
-            positions=dict(prepared.positions),
-        )
-        return Encoded(description, slot)
+        return Encoded(Description(expansion, parts), tuple(slots))
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
     async def _probe(self) -> Handoff:
         """Dynamo's canary: a tiny image through decoder, processor and encoder."""
@@ -172,7 +193,7 @@ class EncodeWorker(EpdWorker):
         Image.new("RGB", (64, 64), (120, 60, 30)).save(buffer, "PNG")
         ref = MediaReference("image", 0, "canary", "")
         encoded = await self._encode(ref, buffer.getvalue(), {})
-        encoded.slot.release()
+        encoded.release()
         return Handoff(HANDOFF_VERSION, self._family.identity)
 
 
@@ -186,3 +207,7 @@ def _in_prompt_order(
     places = family.placeholders(token_ids, {m: len(items) for m, items in by_modality.items()})
     queues = {m: iter(items) for m, items in by_modality.items()}
     return places, [next(queues[modality]) for _, _, modality in places]
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -3,38 +3,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from ..contract.digest import item_digest
 from ..contract.errors import InvalidRequest
-from ..media.image import decode_image
+from ..media.audio import DecodedAudio, decode_audio
+from ..media.embedding import PrecomputedEmbedding, decode_embedding
+from ..media.image import ALPHA_BACKGROUND, decode_image
 from ..media.limits import MediaLimits
 from ..media.source import MediaReference
+from ..media.video import VideoInfo, decode_video
 from ..models.base import Family, Media, Prepared
 
-Decode = Callable[[bytes, Mapping[str, Any], MediaLimits, str], Media]
+if TYPE_CHECKING:
+    import torch
 
 
-def _image(data: bytes, kwargs: Mapping[str, Any], limits: MediaLimits, label: str) -> Media:
-    return Media("image", decode_image(data, limits=limits, label=label).image)
+def digest(family: Family, ref: MediaReference, data: bytes, options: Mapping[str, Any]) -> str:
+    """The content digest of an item from its source bytes, before anything else is done with them.
+
+    Args:
+        options: of the request, as ``Family.request_options`` gives them.
+
+    Raises:
+        InvalidRequest: an option that the processor does not know.
+    """
+    return item_digest(
+        modality=ref.modality,
+        payload=data,
+        model=family.identity,
+        options=family.resolved_options(ref.modality, options),
+        alpha_background=ALPHA_BACKGROUND if ref.modality == "image" else None,
+        uuid=ref.uuid,
+    )
 
 
-_DECODERS: dict[tuple[str, str], Decode] = {("image", "media"): _image}
+def embedding_digest(
+    family: Family, ref: MediaReference, embedding: PrecomputedEmbedding, options: Mapping[str, Any]
+) -> str:
+    """The content digest of an item that comes as an embedding file: of what it holds, however the file spells it."""
+    return item_digest(
+        modality=ref.modality,
+        payload=embedding.payload,
+        payload_kind="embedding",
+        model=family.identity,
+        options=family.resolved_options(ref.modality, options),
+        uuid=ref.uuid,
+    )
+
+
+def decode(family: Family, ref: MediaReference, data: bytes, options: Mapping[str, Any], limits: MediaLimits) -> Media:
+    """The decoded item. CPU work, thread-safe. Raises ``InvalidRequest`` where the bytes are something else."""
+    if ref.modality == "image":
+        return Media("image", decode_image(data, limits=limits, label=ref.label).image)
+    rate = family.sampling_rate
+    if ref.modality == "audio":
+        if rate is None:
+            raise InvalidRequest("this model takes no audio", item=ref.label)
+        return _audio(decode_audio(data, rate=rate, limits=limits, label=ref.label))
+
+    def sample(info: VideoInfo) -> list[int]:
+        return family.frame_indices(info.total_frames, info.fps, options)
+
+    wanted_rate = rate if family.own_sound(options) else None
+    video = decode_video(data, sample=sample, limits=limits, label=ref.label, audio_rate=wanted_rate)
+    meta: dict[str, Any] = {
+        "fps": video.fps,
+        "total_frames": video.total_frames,
+        "timestamps": video.timestamps,
+        "frame_indices": video.frame_indices,
+    }
+    if video.audio is not None:
+        meta["audio"] = _audio(video.audio)
+    return Media("video", video.frames, meta)
 
 
 def prepare(
-    family: Family, ref: MediaReference, data: bytes, kwargs: Mapping[str, Any], limits: MediaLimits
+    family: Family, ref: MediaReference, data: bytes, options: Mapping[str, Any], limits: MediaLimits
 ) -> Prepared:
-    """Decode and preprocess one item. CPU work, thread-safe.
-
-    Raises:
-        InvalidRequest: the bytes are not what they should be, or the model's processor refuses them.
-    """
-    decode = _DECODERS.get((ref.modality, ref.kind))
-    if decode is None:
-        raise InvalidRequest(f"{ref.modality} {ref.kind} items are not supported yet; send images", item=ref.label)
-    media = decode(data, kwargs, limits, ref.label)
+    """Decode and preprocess one item; raises ``InvalidRequest`` with the item's label."""
     try:
-        return family.prepare(media, kwargs)
+        return family.prepare(decode(family, ref, data, options, limits), options)
     except InvalidRequest as error:
-        raise error if error.item else InvalidRequest(str(error), item=ref.label) from error
+        raise _labelled(error, ref) from error
+
+
+def read_embedding(family: Family, ref: MediaReference, data: bytes, limits: MediaLimits) -> PrecomputedEmbedding:
+    """The embedding file of ``ref``; raises ``InvalidRequest``."""
+    return decode_embedding(data, width=family.embedding_width, limits=limits, label=ref.label)
+
+
+def prepare_embedding(
+    family: Family, ref: MediaReference, embedding: PrecomputedEmbedding, options: Mapping[str, Any]
+) -> tuple[Prepared, torch.Tensor]:
+    """Lay out an embedding that the caller brings; raises ``InvalidRequest`` where no prompt can hold it."""
+    grid = embedding.grid
+    if grid is not None and len(grid) != 1:
+        raise InvalidRequest(f"the file has {len(grid)} grids; put each item into a file of its own", item=ref.label)
+    rows = int(embedding.embedding.shape[0])
+    try:
+        return family.prepare_embedding(ref.modality, rows, grid[0] if grid else None, options), embedding.embedding
+    except InvalidRequest as error:
+        raise _labelled(error, ref) from error
+
+
+def _audio(audio: DecodedAudio) -> Media:
+    return Media("audio", audio.samples, {"sampling_rate": audio.sampling_rate})
+
+
+def _labelled(error: InvalidRequest, ref: MediaReference) -> InvalidRequest:
+    return error if error.item else InvalidRequest(str(error), item=ref.label)

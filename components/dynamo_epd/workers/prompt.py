@@ -56,7 +56,7 @@ def media_counts(request: Mapping[str, Any]) -> dict[Modality, int]:
     counts: dict[Modality, int] = {}
     for key, entries in (request.get("multi_modal_data") or {}).items():
         if entries:
-            counts[MEDIA_KEYS.get(key, key)] = len(entries)  # type: ignore[index]
+            counts[MEDIA_KEYS.get(key, key)] = len(entries)
     return counts
 
 
