@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ _VOLATILE_KEYS = {"transformers_version", "_name_or_path", "quantization_config"
 """Keys of ``config.json`` that change neither an embedding nor the prompt: a checkpoint whose language model was
 quantised keeps its identity."""
 
+_INCOMPLETE = "the download of this checkpoint is not complete"
 _CHUNK = 8 << 20
 _SAFETENSORS_HEADER_LIMIT = 100 << 20
 
@@ -84,23 +85,27 @@ def tensor_spans(model_dir: Path) -> list[TensorSpan]:
     return sorted(spans, key=lambda span: span.name)
 
 
-def _header(path: Path) -> Iterator[TensorSpan]:
+def _header(path: Path) -> list[TensorSpan]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _SAFETENSORS_HEADER_LIMIT:
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                yield TensorSpan(
-                    name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + begin, 8 + length + end
-                )
+        start = 8 + length
+        spans = [
+            TensorSpan(name, entry["dtype"], tuple(entry["shape"]), path, *(start + n for n in entry["data_offsets"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
+        size = path.stat().st_size
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing: the download of this checkpoint is not complete") from error
+        raise ConfigError(f"{path} is missing: {_INCOMPLETE}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{path} is not a safetensors file: {error}") from error
+    if max((span.end for span in spans), default=0) > size:
+        raise ConfigError(f"{path} ends before its tensors do: {_INCOMPLETE}")
+    return spans
 
 
 def identity(model_dir: Path, config: Mapping[str, Any]) -> str:
@@ -149,9 +154,7 @@ def _content_digest(span: TensorSpan) -> bytes:
         while remaining > 0:
             chunk = file.read(min(_CHUNK, remaining))
             if not chunk:
-                raise ConfigError(
-                    f"{span.file} ends inside {span.name}: the download of this checkpoint is not complete"
-                )
+                raise ConfigError(f"{span.file} ends inside {span.name}: {_INCOMPLETE}")
             content.update(chunk)
             remaining -= len(chunk)
     return content.digest()
@@ -185,8 +188,15 @@ def load_tower(model_dir: Path, model_class: Any, slim: Any, device: str, dtype:
         ConfigError: a tensor of the encoder is not in the checkpoint (it would be random), or loading failed.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
+    kind = getattr(torch, dtype, None) if dtype else "auto"
+    if dtype and not isinstance(kind, torch.dtype):
+        raise ConfigError(f"dtype {dtype!r} is none of torch's, such as bfloat16")
+    where = resolve_device(device)
+    if not tensor_spans(model_dir):
+        raise ConfigError(f"{model_dir} has no weights: the encoder is in its .safetensors files")
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # the absent language model is reported tensor by tensor otherwise
     logging.disable_progress_bar()
@@ -194,12 +204,13 @@ def load_tower(model_dir: Path, model_class: Any, slim: Any, device: str, dtype:
         model, report = model_class.from_pretrained(
             model_dir,
             config=slim,
-            dtype=getattr(torch, dtype) if dtype else "auto",
+            dtype=kind,
+            use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             local_files_only=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ConfigError(f"the encoder of {model_dir} could not be loaded: {error}") from error
     finally:
         logging.set_verbosity(level)
@@ -209,7 +220,7 @@ def load_tower(model_dir: Path, model_class: Any, slim: Any, device: str, dtype:
     absent = sorted(name for name in {*report["missing_keys"], *lost} if not LANGUAGE_MODEL.match(name))
     if absent:
         raise ConfigError(f"{model_dir} lacks {len(absent)} tensors of the encoder, the first is {absent[0]}")
-    return model.eval().requires_grad_(False).to(resolve_device(device))
+    return model.eval().requires_grad_(False).to(where)
 
 
 def resolve_device(device: str) -> torch.device:
