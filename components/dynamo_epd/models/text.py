@@ -233,9 +233,13 @@ def _merge(codec: Codec, run: list[_Piece]) -> Iterator[_Piece]:
     head = _common(new, first.flat[0]) if not first.changed else 0
     tail = _common(new[head:][::-1], last.flat[0][::-1]) if not last.changed else 0
     (start, _), (_, end) = first.source, last.source
-    yield _Piece((start, start + head), _text_flat(new[:head]), True, False)
-    yield _Piece((start + head, end - tail), _text_flat(new[head : len(new) - tail]), True, True)
-    yield _Piece((end - tail, end), _text_flat(new[len(new) - tail :]), True, False)
+    for low, high, ids, changed in (
+        (start, start + head, new[:head], False),
+        (start + head, end - tail, new[head : len(new) - tail], True),
+        (end - tail, end, new[len(new) - tail :], False),
+    ):
+        if ids or low < high:
+            yield _Piece((low, high), _text_flat(ids), True, changed)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
