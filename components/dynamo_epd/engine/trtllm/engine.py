@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ...contract.errors import ConfigError, InvalidRequest, Unavailable
+from ...contract.errors import ConfigError, InvalidMetadata, InvalidRequest, Unavailable
 from ..base import BlocksRemoved, BlocksStored, EngineInfo, EngineOutput, EngineRequest, KVEventListener
 from . import disagg
 from .capabilities import Capabilities, check, probe
 from .engine_args import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_NUM_TOKENS, EngineArgs, load, problems
-from .events import EventTranslator, KnownPrompt
+from .events import UNKNOWN, EventTranslator, KnownPrompt
 from .inputs import MediaTokens, generation_inputs, preprocessed_inputs
 from .keys import KeyDecision, KeyPolicy, decide
 from .names import Names, load_names
@@ -121,6 +121,7 @@ class TrtllmEngine:
             hidden_size=int(text.hidden_size),
             block_reuse=self._args.block_reuse,
         )
+        self._mrope = _has_mrope(text)
         self._media_tokens = MediaTokens.of(self._llm, self._info.vocab_size)
         self._next_id = disagg.request_id_maker(self._names, self._caps)
         if self._kv_events:
@@ -179,6 +180,9 @@ class TrtllmEngine:
 
     async def _submit(self, request: EngineRequest, prefill: disagg.PrefillParams | None) -> Any:
         """Hand one request to the engine; what is returned gives its outputs."""
+        if self._mrope and request.position_ids is None:
+            # TensorRT-LLM would find out in the middle of a step, and fail all requests of its batch.
+            raise InvalidMetadata("position_ids", "are missing, and this model has rotary positions on three axes")
         decision = decide(request, self._policy)
         if decision.reason:
             logger.info("request %s: keys are %s: %s", request.request_id, decision.kind, decision.reason)
@@ -277,14 +281,18 @@ class TrtllmEngine:
     def _remember(self, request: EngineRequest, decision: KeyDecision, inputs: Any) -> None:
         if self._events is None or (request.layout.num_items == 0 and decision.cache_salt is None):
             return
+        layout, routing = request.layout, request.routing_token_ids
+        if routing is None or not decision.reuse:
+            told = (layout.member_item < 0) & decision.reuse
+            routing = np.where(told, layout.token_ids, UNKNOWN).astype(np.int64)
         known = KnownPrompt(
             token_ids=np.asarray(inputs.prompt_token_ids, dtype=np.int64),
-            routing_ids=request.routing_token_ids if decision.reuse else None,
+            routing_ids=routing,
             multimodal_input=decision.multimodal_input,
             engine_salt=decision.cache_salt,
             cache_salt=request.cache_salt,
         )
-        self._events.remember(known, request.layout.slot_item >= 0)
+        self._events.remember(known, layout.slot_item >= 0)
 
     async def _poll(self, translator: EventTranslator) -> None:
         """Give the engine's block events to the listeners until cancelled. Nothing that an event holds ends it."""
@@ -339,3 +347,9 @@ def _text_config(model_dir: Path, trust_remote_code: bool) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_dir}: the model's configuration cannot be read: {error}") from error
     return config.get_text_config(decoder=True)
+
+
+def _has_mrope(text: Any) -> bool:
+    """Whether positions have three axes; where it says so depends on the version of transformers."""
+    settings = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    return any(isinstance(s, dict) and "mrope_section" in s for s in settings)

@@ -25,6 +25,9 @@ from ..base import BlocksRemoved, BlocksStored
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN = -1
+"""In ``KnownPrompt.routing_ids``: the router has no id for this token, so a block with it is not published."""
+
 _MASK64 = 2**64 - 1
 
 BlockHash = int | str
@@ -37,14 +40,14 @@ class KnownPrompt:
 
     Attributes:
         token_ids: int64 ``[n]`` ids that the engine got.
-        routing_ids: int64 ``[n]`` ids that the router knows, or None where it cannot know this prompt.
+        routing_ids: int64 ``[n]`` ids that the router knows; ``UNKNOWN`` where it has none.
         multimodal_input: the keys that the engine got, or None.
         engine_salt: the salt that the engine got.
         cache_salt: the caller's own.
     """
 
     token_ids: np.ndarray
-    routing_ids: np.ndarray | None
+    routing_ids: np.ndarray
     multimodal_input: MultimodalInput | None
     engine_salt: str | None
     cache_salt: str | None
@@ -79,6 +82,7 @@ class EventTranslator:
         self._unhashed_v1: deque[KnownPrompt] = deque(maxlen=4096)
         self._places: OrderedDict[BlockHash, _Place] = OrderedDict()
         self._media_ids: set[int] = set()
+        self._salted = False
         self._published: Counter[int] = Counter()
         self._partial: set[BlockHash] = set()
         self._window: int | None = None
@@ -98,6 +102,7 @@ class EventTranslator:
             slots: bool ``[n]``, where embedding rows go.
         """
         self._media_ids.update(np.unique(prompt.token_ids[slots]).tolist())
+        self._salted |= prompt.engine_salt != prompt.cache_salt
         self._fresh.append(prompt)
 
     def translate(self, event: object) -> list[BlocksStored | BlocksRemoved]:
@@ -176,18 +181,20 @@ class EventTranslator:
         """The router's ids of one full block, and the prompt that it comes from where it is known."""
         media = bool(mm_keys) or self._has_media(tokens)
         place = self._find(block_hash, media)
-        if place is not None and place.prompt.routing_ids is not None:
-            return place.prompt.routing_ids[place.start : place.start + self._block].tolist(), place.prompt
-        if place is None and not media:
+        if place is not None:
+            ids = place.prompt.routing_ids[place.start : place.start + self._block]
+            if not (ids == UNKNOWN).any():
+                return ids.tolist(), place.prompt
+        elif not media:
             return [int(t) for t in tokens], None
-        if place is None and (before := self._find(parent, media)) is not None:
+        elif (before := self._find(parent, media)) is not None:
             # The end of a known prompt, with generated text behind it in the same block.
             start = before.start + self._block
-            n = len(before.prompt.token_ids) - start
-            ids = before.prompt.routing_ids
-            fits = ids is not None and 0 < n < self._block and not self._has_media(tokens[n:])
-            if ids is not None and fits and self._same(before.prompt, start, tokens[:n]):
-                return [*ids[start:].tolist(), *(int(t) for t in tokens[n:])], before.prompt
+            ids = before.prompt.routing_ids[start:]
+            head, tail = tokens[: len(ids)], tokens[len(ids) :]
+            told = 0 < len(ids) < self._block and not (ids == UNKNOWN).any() and not self._has_media(tail)
+            if told and self._same(before.prompt, start, head):
+                return [*ids.tolist(), *(int(t) for t in tail)], before.prompt
         self.unknown += media
         return None
 
@@ -208,7 +215,7 @@ class EventTranslator:
         self._hash_fresh()
         key = block_hash & _MASK64 if isinstance(block_hash, int) else block_hash
         place = self._places.get(key)
-        if place is None and media and isinstance(block_hash, int) and self._unhashed_v1:
+        if place is None and (media or self._salted) and isinstance(block_hash, int) and self._unhashed_v1:
             # Slow in Python, so only where an engine turns out to name its blocks this way.
             while self._unhashed_v1:
                 prompt = self._unhashed_v1.popleft()

@@ -161,12 +161,12 @@ def _positions(data: dict[str, Any], n: int, mrope: bool) -> tuple[np.ndarray | 
     if not mrope:
         return None, 0
     if config is None:
-        refuse("mrope", "this model needs mrope_config, of text-only prompts as well", RuntimeError)
+        refuse("mrope", "this model needs mrope_config, of text-only prompts as well")
     ids, deltas = config.get("mrope_position_ids"), config.get("mrope_position_deltas")
     if ids is None or deltas is None:
-        refuse("mrope", "mrope_position_ids and mrope_position_deltas must both be given", RuntimeError)
+        refuse("mrope", "mrope_position_ids and mrope_position_deltas must both be given")
     if ids.device.type != "cpu" or tuple(ids.shape) != (3, 1, n) or tuple(deltas.shape) != (1, 1):
-        refuse("mrope", f"mrope shapes are {tuple(ids.shape)} and {tuple(deltas.shape)}", RuntimeError)
+        refuse("mrope", f"mrope shapes are {tuple(ids.shape)} and {tuple(deltas.shape)}")
     return ids[:, 0].numpy(), int(deltas[0, 0])
 
 
