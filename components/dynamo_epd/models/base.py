@@ -172,6 +172,14 @@ class Family(ABC):
         Encoding several items together equals encoding each alone. Called from one thread at a time.
         """
 
+    def prunes(self, item: Prepared) -> bool:
+        """Whether ``prune`` will drop rows of the item, so that its layout is not known before it is encoded."""
+        return False
+
+    def reserve(self, item: Prepared) -> Prepared:
+        """The item as an engine lays it out before its content is known; as many rows as ``prune`` will leave."""
+        return item
+
     def prune(self, item: Prepared, embedding: torch.Tensor) -> tuple[Prepared, torch.Tensor]:
         """The item as it goes into the prompt, now that its embedding is known.
 

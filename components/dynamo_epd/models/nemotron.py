@@ -89,11 +89,13 @@ class NemotronOmni(GeneralFamily):
 
     # Pruning
 
+    def prunes(self, item: Prepared) -> bool:
+        return item.modality == "video" and bool(item.positions.get(_RATE))
+
     def prune(self, item: Prepared, embedding: torch.Tensor) -> tuple[Prepared, torch.Tensor]:
-        rate = item.positions.get(_RATE, 0.0)
-        if item.modality != "video" or not rate:
+        if not self.prunes(item):
             return item, embedding
-        kept = retention(embedding, item.positions["tubelets"], rate)
+        kept = retention(embedding, item.positions["tubelets"], item.positions[_RATE])
         return keep_rows(item, kept.cpu().numpy()), embedding[kept].contiguous()
 
     def reserve(self, item: Prepared) -> Prepared:
@@ -101,12 +103,11 @@ class NemotronOmni(GeneralFamily):
 
         This is what TensorRT-LLM's own preprocessor reserves; the total is the one that ``prune`` gives.
         """
-        rate = item.positions.get(_RATE, 0.0)
-        if item.modality != "video" or not rate:
+        if not self.prunes(item):
             return item
         ids, owner, framing = flat_from_groups(item.expansion.groups)
         slots = np.flatnonzero((owner == 0) & ~framing)
-        count = kept_rows(item.rows, item.positions["tubelets"], rate)
+        count = kept_rows(item.rows, item.positions["tubelets"], item.positions[_RATE])
         others = np.delete(np.arange(len(ids)), slots)
         order = np.insert(others, int(np.searchsorted(others, slots[0])), np.full(count, slots[0]))
         return replace(

@@ -89,9 +89,12 @@ class QwenOmni(GeneralFamily):
     def prepare_video(self, media: Media, kwargs: Mapping[str, Any]) -> Prepared:
         section = self.video_options(media, kwargs)
         fps = self._sections(kwargs)["videos_kwargs"].get("fps")
+        sound = media.meta.get("audio") if self.own_sound(kwargs) else None
+        if fps is None and sound is not None and media.meta.get("fps"):
+            # Without a rate the processor assumes one, and the sound would drift away from the frames.
+            fps = section["video_metadata"][0].sampled_fps
         if fps is not None:
             section["fps"] = fps
-        sound = media.meta.get("audio") if self.own_sound(kwargs) else None
         call: dict[str, Any] = {"videos_kwargs": section, _OWN_SOUND: sound is not None}
         if sound is None:
             inputs, (replacement,) = self.processor._process_videos([media.data], **call)
