@@ -75,7 +75,6 @@ async def test_the_second_request_is_served_from_what_is_kept(cache, transfer):
     first = await cache.get("k", maker(transfer, "one", calls=calls))
     second = await cache.get("k", maker(transfer, "two", calls=calls))
     assert calls == ["one"] and second.slots[0].name == "one"
-    assert (cache.hits, cache.misses) == (1, 1)
     first.release()
     second.release()
     await settle()

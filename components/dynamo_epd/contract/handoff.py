@@ -163,7 +163,6 @@ class PrefillHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         first_token: the token that prefill sampled.
         first_logprob: its log probability, when asked for.
         first_top_logprobs: ``(token_id, logprob)`` of the most likely tokens at that step, when asked for.
-        cached_tokens: prompt tokens that prefill took from its cache.
     """
 
     version: int
@@ -171,7 +170,6 @@ class PrefillHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     tokens_per_block: int
     first_token: int
     kv: TensorRef
-    cached_tokens: int = 0
     first_logprob: float | None = None
     first_top_logprobs: tuple[tuple[int, float], ...] = ()
 

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from ..contract.errors import EpdError
 
@@ -100,6 +103,7 @@ class Stack:
             module="dynamo.frontend",
         )
         self._services = {s.name: s for s in (frontend, *services)}
+        self._system_ports = {s.name: _system_port() for s in services}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         (self.folder / "discovery").mkdir()
         self._env = {
@@ -133,16 +137,22 @@ class Stack:
     def start(self, name: str) -> None:
         """Start the service ``name``, again if it ended."""
         service = self._services[name]
+        port = {"DYN_SYSTEM_PORT": str(self._system_ports[name])} if name in self._system_ports else {}
         with self.log_path(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", service.module, *service.args],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._env, **service.env},
+                env={**self._env, **port, **service.env},
                 start_new_session=True,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of all services but the frontend."""
+        return list(self._system_ports)
 
     def log_path(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -150,6 +160,17 @@ class Stack:
     def log_tail(self, name: str, lines: int = 25) -> str:
         path = self.log_path(name)
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """The samples of a worker's ``/metrics``, by name and labels as they are written there."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._system_ports[name]}/metrics", timeout=5) as response:
+            text = response.read().decode()
+        found = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                own = {k: v for k, v in sample.labels.items() if not k.startswith(("dynamo_", "model", "worker_"))}
+                found[sample.name + (str(own) if own else "")] = sample.value
+        return found
 
     def check(self) -> None:
         """Raise ``StackError`` for a process that ended by itself."""
@@ -210,6 +231,15 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def _system_port() -> int:
+    """A free port for a worker's ``/metrics``: Dynamo 1.6.1 reads DYN_SYSTEM_PORT as a signed 16-bit number."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def post_json(url: str, body: object, timeout: float) -> tuple[int, object]:

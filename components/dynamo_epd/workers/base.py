@@ -4,22 +4,26 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dynamo._core import Context
 from dynamo.common.backend.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
+from dynamo.common.backend.health_check import is_probe
+from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.worker import WorkerConfig
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 
 from ..transfer import open_transfer
 from ..transfer.base import Transfer
+from ..transfer.metrics import register_transfer_metrics
+from . import faults
 from .args import WorkerArgs, parse
-from .faults import to_dynamo
+from .observe import Observation, Observer
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from dynamo._core.backend import EngineMetrics  # type: ignore[import-not-found]
 
 
 class EpdWorker(LLMEngine):
@@ -28,6 +32,7 @@ class EpdWorker(LLMEngine):
     def __init__(self, args: WorkerArgs):
         self.args = args
         self.transfer: Transfer | None = None
+        self.observer = Observer()
         self._steps: dict[str, asyncio.Future[Any]] = {}
 
     @classmethod
@@ -41,7 +46,7 @@ class EpdWorker(LLMEngine):
         """Load what the role needs; the transfer layer is open. Raises ``ConfigError``."""
 
     @abstractmethod
-    def serve(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateChunk]:
+    def serve(self, request: GenerateRequest, context: Context, seen: Observation) -> AsyncIterator[GenerateChunk]:
         """Serve one request: an async generator that frees what it holds when it is closed."""
 
     @abstractmethod
@@ -49,8 +54,13 @@ class EpdWorker(LLMEngine):
         """Undo ``open``, also half of one."""
 
     async def start(self, worker_id: int) -> EngineConfig:
-        self.transfer = cast(Transfer, await open_transfer(self.args.transfer))
+        transfer = await open_transfer(self.args.transfer)
+        register_transfer_metrics(self.observer.registry, transfer)
+        self.transfer = cast(Transfer, transfer)
         return await self.open()
+
+    async def register_prometheus(self, metrics: EngineMetrics) -> None:
+        register_engine_registry(metrics, self.observer.registry)
 
     async def cleanup(self) -> None:
         for step in list(self._steps.values()):
@@ -69,7 +79,9 @@ class EpdWorker(LLMEngine):
         """Run ``serve`` so that an abort interrupts it wherever it waits, and errors become HTTP statuses."""
         normalize_request_token_ids(request)
         request_id = _id(context)
-        chunks = self.serve(request, context)
+        seen = self.observer.request(context)
+        chunks = self.serve(request, context, seen)
+        outcome, reason = "abandoned", ""
         try:
             while True:
                 step = asyncio.ensure_future(anext(chunks))
@@ -77,21 +89,24 @@ class EpdWorker(LLMEngine):
                 if context.is_stopped():
                     step.cancel()
                 chunk = await step
-                yield chunk
                 if chunk.get("finish_reason"):
+                    outcome = "ok"
+                    yield chunk
                     return
-        except StopAsyncIteration:
-            return
+                yield chunk
         except asyncio.CancelledError:
+            outcome = "cancelled"
             if not context.is_stopped():
                 raise
-            logger.info("request %s was cancelled", request_id)
             yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
         except Exception as error:
-            raise to_dynamo(error, request_id) from error
+            outcome, reason = faults.outcome(error), str(error)
+            raise faults.to_dynamo(error, request_id) from error
         finally:
             self._steps.pop(request_id, None)
             await chunks.aclose()  # type: ignore[attr-defined]
+            if not is_probe(request):
+                seen.end(outcome, reason)
 
 
 def _id(context: Context) -> str:

@@ -80,8 +80,6 @@ class EmbeddingCache:
         self._enabled = enabled
         self._descriptions: OrderedDict[str, Description] = OrderedDict()
         self._flights: dict[str, _Flight] = {}
-        self.hits = 0
-        self.misses = 0
 
     async def get(self, key: str, make: Callable[[], Awaitable[Encoded]]) -> Encoded:
         """The embedding under ``key``, made by ``make`` if it is neither kept nor being made.
@@ -90,14 +88,10 @@ class EmbeddingCache:
         """
         found = self._find(key)
         if found is not None:
-            self.hits += 1
             return found
         flight = self._flights.get(key)
         if flight is None:
-            self.misses += 1
             flight = self._flights[key] = _Flight(asyncio.ensure_future(make()))
-        else:
-            self.hits += 1
         flight.waiters += 1
         try:
             made = await asyncio.shield(flight.task)

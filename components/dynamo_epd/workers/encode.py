@@ -7,7 +7,7 @@ import asyncio
 import io
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -35,7 +35,8 @@ from . import items as media_items
 from .base import EpdWorker
 from .batching import EncodeBatcher
 from .embeddings import Description, EmbeddingCache, Encoded, Part, part_key
-from .faults import to_handoff_error
+from .faults import outcome, to_handoff_error
+from .observe import Observation
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,21 +75,24 @@ class EncodeWorker(EpdWorker):
     async def health_check_payload(self) -> dict[str, Any]:
         return build_health_check_payload(0)
 
-    async def serve(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateChunk]:
+    async def serve(
+        self, request: GenerateRequest, context: Context, seen: Observation
+    ) -> AsyncIterator[GenerateChunk]:
         request_id = str(context.id())
         with ExitStack() as undo:
             try:
-                handoff = await (self._probe() if is_probe(request) else self._handoff(request, undo))
+                handoff = await (self._probe(seen) if is_probe(request) else self._handoff(request, seen, undo))
             except Exception as error:
                 # The frontend swallows what this hop raises and goes on without a handoff, so a fault travels in it.
                 undo.close()
+                seen.fault(outcome(error))
                 handoff = Handoff(HANDOFF_VERSION, self._family.identity, error=to_handoff_error(error, request_id))
             n = len(request["token_ids"])
             tokens = {"prompt_tokens": n, "completion_tokens": 0, "total_tokens": n}
             undo.pop_all()
             yield encoder_terminal_chunk(to_json_object(handoff), completion_usage=tokens)
 
-    async def _handoff(self, request: GenerateRequest, undo: ExitStack) -> Handoff:
+    async def _handoff(self, request: GenerateRequest, seen: Observation, undo: ExitStack) -> Handoff:
         """Encode all media of ``request`` and offer them. ``undo`` withdraws the offers unless it is disarmed."""
         transfer, family = self.transfer, self._family
         if transfer is None:
@@ -101,7 +105,7 @@ class EncodeWorker(EpdWorker):
         counts = Counter(ref.modality for ref in ordered)
         options = family.request_options(counts, request.get("mm_processor_kwargs") or {})
         salt = (request.get("routing") or {}).get("cache_salt") if self.args.isolate_embedding_cache_by_salt else None
-        tasks = [asyncio.ensure_future(self._item(ref, options, salt)) for ref in ordered]
+        tasks = [asyncio.ensure_future(self._item(ref, options, salt, seen)) for ref in ordered]
         try:
             found = await asyncio.gather(*tasks)
         except BaseException:
@@ -136,26 +140,40 @@ class EncodeWorker(EpdWorker):
         return Handoff(HANDOFF_VERSION, family.identity, tuple(items), replacements, prompt_digest(token_ids))
 
     async def _item(
-        self, ref: MediaReference, options: Mapping[str, Any], salt: str | None
+        self, ref: MediaReference, options: Mapping[str, Any], salt: str | None, seen: Observation
     ) -> tuple[str, str, Encoded]:
         """(content digest, cache key, embedding) of one item. Decodes and encodes only what is not known."""
         family, limits = self._family, self._limits
-        data = await fetch(ref.url, policy=self._policy, limits=limits, label=ref.label)
+        with seen.stage("fetch"):
+            data = await fetch(ref.url, policy=self._policy, limits=limits, label=ref.label)
+        seen.note(bytes=len(data))
+        made = False
         if ref.kind == "embedding":
             given = await self._in_thread(media_items.read_embedding, family, ref, data, limits)
             digest = await self._in_thread(media_items.embedding_digest, family, ref, given, options)
-            make = partial(self._take, ref, given, options)
+            work: Callable[[], Awaitable[Encoded]] = partial(self._take, ref, given, options)
         else:
-            digest = await self._in_thread(media_items.digest, family, ref, data, options)
-            make = partial(self._encode, ref, data, options)
-        key = digest if salt is None else value_digest([digest, salt])
-        return digest, key, await self._cache.get(key, make)
+            with seen.stage("digest"):
+                digest = await self._in_thread(media_items.digest, family, ref, data, options)
+            work = partial(self._encode, ref, data, options, seen)
 
-    async def _encode(self, ref: MediaReference, data: bytes, options: Mapping[str, Any]) -> Encoded:
+        async def make() -> Encoded:
+            nonlocal made
+            made = True
+            return await work()
+
+        key = digest if salt is None else value_digest([digest, salt])
+        encoded = await self._cache.get(key, make)
+        seen.item(ref.modality, "kept" if not made else "file" if ref.kind == "embedding" else "encoded")
+        return digest, key, encoded
+
+    async def _encode(self, ref: MediaReference, data: bytes, options: Mapping[str, Any], seen: Observation) -> Encoded:
         """Decode, preprocess and encode one item into the arena; the caller owns the holds."""
-        prepared = await self._in_thread(media_items.prepare, self._family, ref, data, options, self._limits)
+        with seen.stage("decode"):
+            prepared = await self._in_thread(media_items.prepare, self._family, ref, data, options, self._limits)
         parts = prepared.parts or (prepared,)
-        tensors = await asyncio.gather(*(self._batcher.submit(part) for part in parts))
+        with seen.stage("encode"):
+            tensors = await asyncio.gather(*(self._batcher.submit(part) for part in parts))
         pruned = [self._family.prune(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
         expansion = prepared.expansion if prepared.parts else pruned[0][0].expansion
         return await self._store(expansion, pruned)
@@ -187,12 +205,12 @@ class EncodeWorker(EpdWorker):
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
-    async def _probe(self) -> Handoff:
+    async def _probe(self, seen: Observation) -> Handoff:
         """Dynamo's canary: a tiny image through decoder, processor and encoder."""
         buffer = io.BytesIO()
         Image.new("RGB", (64, 64), (120, 60, 30)).save(buffer, "PNG")
         ref = MediaReference("image", 0, "canary", "")
-        encoded = await self._encode(ref, buffer.getvalue(), {})
+        encoded = await self._encode(ref, buffer.getvalue(), {}, seen)
         encoded.release()
         return Handoff(HANDOFF_VERSION, self._family.identity)
 

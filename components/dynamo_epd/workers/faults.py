@@ -19,6 +19,13 @@ from ..contract.handoff import HandoffError
 logger = logging.getLogger(__name__)
 
 
+def outcome(error: Exception) -> str:
+    """The word for ``error`` in metrics and logs."""
+    if isinstance(error, (InvalidRequest, InvalidArgument)):
+        return "invalid"
+    return "unavailable" if isinstance(error, Unavailable) else "failed"
+
+
 def to_dynamo(error: Exception, request_id: str) -> Exception:
     """The exception to raise towards the frontend for ``error``; logs what the client will not be told."""
     if isinstance(error, (DynamoException, HttpError)):

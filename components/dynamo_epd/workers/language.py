@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles that run the language model: prefill, decode, and agg (both in one)."""
+"""What the roles share that run the language model: prefill, decode, and agg."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,20 +19,16 @@ from dynamo.common.backend.publisher import KvEventSource, PushSource
 from .. import models
 from ..contract.errors import InvalidRequest, Unavailable
 from ..contract.handoff import (
-    HANDOFF_VERSION,
     Handoff,
-    PrefillHandoff,
-    TensorRef,
-    parse_prefill_handoff,
-    to_json_object,
 )
 from ..engine import create_engine
-from ..engine.base import Engine, EngineInfo, EngineOutput, EngineRequest, KVExport, Logprob, RemoteKV
+from ..engine.base import Engine, EngineInfo, EngineOutput, EngineRequest
 from ..models.base import Family
 from ..transfer.base import Transfer
 from .ask import EncodeClient
 from .base import EpdWorker
 from .events import KVEventForwarder
+from .observe import Observation
 from .prompt import Prompt, build_prompt, usable_handoff
 from .sampling import logprob_fields, parse_sampling
 from .trace import RequestTracer
@@ -51,7 +47,7 @@ class _Running:
 
 
 class LanguageWorker(EpdWorker):
-    """Common part of prefill, decode and agg; ``engine_request`` is what they differ in."""
+    """Base of prefill, decode and agg; they differ in ``serve``."""
 
     async def open(self) -> EngineConfig:
         a = self.args
@@ -112,10 +108,13 @@ class LanguageWorker(EpdWorker):
             answer = await self._encode.ask(request)
             return usable_handoff({**request, "encoder_result": answer}, self._running.family)
 
-    async def prompt(self, request: GenerateRequest) -> Prompt:
+    async def prompt(self, request: GenerateRequest, seen: Observation) -> Prompt:
         """Expand the prompt. A canary probe is plain text."""
         handoff = None if is_probe(request) else await self.handoff(request)
-        return build_prompt(request, handoff, self._running.family, self.args.on_incomplete_metadata)
+        prompt = build_prompt(request, handoff, self._running.family, self.args.on_incomplete_metadata)
+        seen.keyed(prompt.key_kind)
+        seen.note(items=len(prompt.items), prompt_tokens=len(prompt.layout))
+        return prompt
 
     def engine_request(self, prompt: Prompt, request: GenerateRequest, context: Context) -> EngineRequest:
         """The prompt as an engine request without embeddings or KV."""
@@ -143,18 +142,23 @@ class LanguageWorker(EpdWorker):
             routing_token_ids=prompt.routing_token_ids,
         )
 
-    async def embeddings(self, prompt: Prompt, stack: AsyncExitStack) -> list[torch.Tensor]:
+    async def embeddings(self, prompt: Prompt, seen: Observation, stack: AsyncExitStack) -> list[torch.Tensor]:
         """Fetch the items' embeddings; they stay valid until ``stack`` is closed."""
-        slots = await self._running.transfer.fetch_all([item.embedding for item in prompt.items])
-        for slot in slots:
+        if not prompt.items:
+            return []
+        refs = [item.embedding for item in prompt.items]
+        with seen.stage("transfer", items=len(refs), bytes=sum(ref.nbytes for ref in refs)):
+            slots = await self._running.transfer.fetch_all(refs)
+        for slot, ref in zip(slots, refs, strict=True):
             stack.callback(slot.release)
+            self._running.transfer.keep(ref.digest, slot)
         return [
             slot.tensor(item.embedding.shape, item.embedding.dtype)
             for slot, item in zip(slots, prompt.items, strict=True)
         ]
 
     async def stream(
-        self, engine_request: EngineRequest, cached: int | None = None
+        self, engine_request: EngineRequest, seen: Observation, cached: int | None = None
     ) -> AsyncGenerator[tuple[EngineOutput, GenerateChunk], None]:
         """Engine outputs with their chunks; the last chunk has usage.
 
@@ -175,102 +179,12 @@ class LanguageWorker(EpdWorker):
                     chunk["finish_reason"] = output.finish_reason
                     reused = output.cached_tokens if cached is None else cached
                     chunk["completion_usage"] = usage(prompt_tokens, done, reused)
+                    seen.note(cached_tokens=reused, completion_tokens=done)
                 yield output, chunk
 
     def trace(self, prompt: Prompt, request: GenerateRequest, request_id: str) -> None:
         if self._tracer is not None:
             self._tracer.write(prompt, request["token_ids"], request_id)
-
-
-class AggregatedWorker(LanguageWorker):
-    """Prefill and decode in one worker; media still come from an encode worker."""
-
-    async def serve(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateChunk]:
-        prompt = await self.prompt(request)
-        engine_request = self.engine_request(prompt, request, context)
-        self.trace(prompt, request, engine_request.request_id)
-        async with AsyncExitStack() as stack:
-            engine_request = replace(engine_request, embeddings=await self.embeddings(prompt, stack))
-            async with aclosing(self.stream(engine_request)) as chunks:
-                async for _, chunk in chunks:
-                    yield chunk
-
-
-class PrefillWorker(LanguageWorker):
-    """Computes the prompt's KV and the first token, and offers the KV to a decode worker."""
-
-    async def serve(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateChunk]:
-        prompt = await self.prompt(request)
-        engine_request = replace(self.engine_request(prompt, request, context), prefill_only=not is_probe(request))
-        self.trace(prompt, request, engine_request.request_id)
-        async with AsyncExitStack() as stack:
-            engine_request = replace(engine_request, embeddings=await self.embeddings(prompt, stack))
-            async with aclosing(self.stream(engine_request)) as chunks:
-                async for output, chunk in chunks:
-                    if output.kv is not None:
-                        stack.callback(output.kv.release)
-                        kv = await self._offer(output.kv, engine_request.request_id)
-                        chunk["disaggregated_params"] = to_json_object(
-                            _prefill_handoff(engine_request, output, kv, self._running.info.tokens_per_block)
-                        )
-                    elif output.params is not None:
-                        chunk["disaggregated_params"] = output.params
-                    yield chunk
-
-    async def _offer(self, kv: KVExport, request_id: str) -> TensorRef:
-        transfer = self._running.transfer
-        dtype = str(kv.dtype).removeprefix("torch.")
-        nbytes = kv.dtype.itemsize
-        for d in kv.shape:
-            nbytes *= d
-        slot = await transfer.allocate(nbytes)
-        try:
-            await asyncio.to_thread(kv.copy_to, slot.tensor(kv.shape, dtype))
-            return transfer.offer(slot, digest=f"kv:{request_id}", shape=kv.shape, dtype=dtype)
-        finally:
-            slot.release()
-
-
-class DecodeWorker(LanguageWorker):
-    """Takes the KV from prefill and generates. Raw media in the request are ignored: the handoff says it all."""
-
-    async def serve(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateChunk]:
-        async with AsyncExitStack() as stack:
-            prefill = None if is_probe(request) else self._prefill_result(request, stack)
-            prompt = await self.prompt(request)
-            engine_request = self.engine_request(prompt, request, context)
-            self.trace(prompt, request, engine_request.request_id)
-            if prefill is not None:
-                engine_request = replace(engine_request, remote_kv=self._remote_kv(prefill, prompt, stack))
-            cached = None if prefill is None else prefill.cached_tokens
-            async with aclosing(self.stream(engine_request, cached)) as chunks:
-                async for _, chunk in chunks:
-                    yield chunk
-
-    def _prefill_result(self, request: GenerateRequest, stack: AsyncExitStack) -> PrefillHandoff:
-        """What prefill handed over. Closing ``stack`` ends its offer, whatever becomes of the request here."""
-        result = request.get("prefill_result") or {}
-        if "disaggregated_params" not in result:
-            raise Unavailable("the request came without prefill's result: no prefill worker could be reached")
-        prefill = parse_prefill_handoff(result["disaggregated_params"])
-        stack.callback(self._running.transfer.decline, prefill.kv)
-        return prefill
-
-    def _remote_kv(self, prefill: PrefillHandoff, prompt: Prompt, stack: AsyncExitStack) -> RemoteKV:
-        n = len(prompt.layout.token_ids)
-        if prefill.num_tokens != n:
-            raise Unavailable(f"prefill computed {prefill.num_tokens} tokens, the prompt has {n}")
-        transfer, kv = self._running.transfer, prefill.kv
-
-        async def fetch(first_block: int) -> torch.Tensor:
-            slot = await transfer.fetch(kv, first=first_block)
-            stack.callback(slot.release)
-            return slot.tensor((kv.shape[0] - first_block, *kv.shape[1:]), kv.dtype)
-
-        logprob = None
-        if prefill.first_logprob is not None:
-            logprob = Logprob(prefill.first_logprob, prefill.first_top_logprobs)
-        return RemoteKV(n, prefill.tokens_per_block, prefill.first_token, fetch, logprob)
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -281,19 +195,3 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-def _prefill_handoff(
-    request: EngineRequest, output: EngineOutput, kv: TensorRef, tokens_per_block: int
-) -> PrefillHandoff:
-    logprob = output.logprobs[0] if output.logprobs else None
-    return PrefillHandoff(
-        version=HANDOFF_VERSION,
-        num_tokens=len(request.layout.token_ids),
-        tokens_per_block=tokens_per_block,
-        first_token=output.token_ids[0],
-        cached_tokens=output.cached_tokens,
-        kv=kv,
-        first_logprob=logprob.chosen if logprob else None,
-        first_top_logprobs=logprob.top if logprob else (),
-    )

@@ -14,9 +14,9 @@ from .base import EpdWorker
 
 _ROLES: dict[Role, str] = {
     "encode": "encode:EncodeWorker",
-    "prefill": "language:PrefillWorker",
-    "decode": "language:DecodeWorker",
-    "agg": "language:AggregatedWorker",
+    "prefill": "prefill:PrefillWorker",
+    "decode": "decode:DecodeWorker",
+    "agg": "agg:AggregatedWorker",
 }
 
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode worker: continues where prefill stopped."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from typing import Any
+
+import torch
+from dynamo._core import Context
+from dynamo.common.backend.engine import GenerateChunk, GenerateRequest
+from dynamo.common.backend.health_check import is_probe
+
+from ..contract.errors import Unavailable
+from ..contract.handoff import PrefillHandoff, parse_prefill_handoff
+from ..engine.base import Logprob, RemoteKV
+from .language import LanguageWorker
+from .observe import Observation
+from .prompt import Prompt
+
+
+class DecodeWorker(LanguageWorker):
+    """Takes the KV from prefill and generates. Raw media in the request are ignored: the handoff says it all."""
+
+    async def serve(
+        self, request: GenerateRequest, context: Context, seen: Observation
+    ) -> AsyncIterator[GenerateChunk]:
+        result = {} if is_probe(request) else self._prefill_result(request)
+        async with AsyncExitStack() as stack:
+            params = result.get("disaggregated_params")
+            own = params is None or "kv" not in params  # an engine that moves KV itself, or a probe
+            prefill = None if own else parse_prefill_handoff(params)
+            if prefill is not None:
+                # Whatever becomes of the request here, prefill need not hold its KV until the offer expires.
+                stack.callback(self._running.transfer.decline, prefill.kv)
+            prompt = await self.prompt(request, seen)
+            engine_request = self.engine_request(prompt, request, context)
+            self.trace(prompt, request, engine_request.request_id)
+            if prefill is None:
+                engine_request = replace(engine_request, disaggregated_params=params)
+            else:
+                engine_request = replace(engine_request, remote_kv=self._remote_kv(prefill, prompt, seen, stack))
+            cached = (result.get("prompt_tokens_details") or {}).get("cached_tokens")
+            async with aclosing(self.stream(engine_request, seen, cached)) as chunks:
+                async for _, chunk in chunks:
+                    yield chunk
+
+    def _prefill_result(self, request: GenerateRequest) -> dict[str, Any]:
+        result = request.get("prefill_result") or {}
+        if not isinstance(result.get("disaggregated_params"), dict):
+            raise Unavailable("the request came without prefill's result: no prefill worker could be reached")
+        return result
+
+    def _remote_kv(self, prefill: PrefillHandoff, prompt: Prompt, seen: Observation, stack: AsyncExitStack) -> RemoteKV:
+        n = len(prompt.layout)
+        if prefill.num_tokens != n:
+            raise Unavailable(f"prefill computed {prefill.num_tokens} tokens, the prompt has {n}")
+        transfer, kv = self._running.transfer, prefill.kv
+
+        async def fetch(first_block: int) -> torch.Tensor:
+            with seen.stage("kv_transfer", blocks=kv.shape[0] - first_block):
+                slot = await transfer.fetch(kv, first=first_block)
+            stack.callback(slot.release)
+            return slot.tensor((kv.shape[0] - first_block, *kv.shape[1:]), kv.dtype)
+
+        logprob = None
+        if prefill.first_logprob is not None:
+            logprob = Logprob(prefill.first_logprob, prefill.first_top_logprobs)
+        return RemoteKV(n, prefill.tokens_per_block, prefill.first_token, fetch, logprob)
