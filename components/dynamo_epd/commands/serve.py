@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import math
 import os
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -87,15 +88,19 @@ def _supervise(args: argparse.Namespace, folder: Path) -> int:
                 f"{instance.name}: port {instance.probe.port} is taken; stop what listens there, or choose another "
                 f"(--{instance.name}.http-port=...)"
             )
+    for path in {i.env["DYN_FILE_KV"] for i in planned.instances if "DYN_FILE_KV" in i.env}:
+        launch.make_folder(Path(path))
     output = Output([i.name for i in planned.instances], log_dir=args.log_dir)
     for note in planned.notes:
         output.say(note)
     for instance in planned.instances:
-        Path(instance.env.get("DYN_FILE_KV", folder)).mkdir(parents=True, exist_ok=True)
         where = f"GPU {','.join(instance.gpus)}" if instance.gpus else "no GPU"
         output.say(f"{instance.name}: {where}, {instance.probe.host}:{instance.probe.port}")
     policy = Policy(args.start_timeout, args.stop_timeout, args.max_restarts)
-    return asyncio.run(Supervisor(planned.instances, policy, output, os.environ, planned.url).run())
+    environ = dict(os.environ)
+    if not sys.stdout.isatty():
+        environ.setdefault("DYN_SDK_DISABLE_ANSI_LOGGING", "1")
+    return asyncio.run(Supervisor(planned.instances, policy, output, environ, planned.url).run())
 
 
 _PORTS = launch.Ports()

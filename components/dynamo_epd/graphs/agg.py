@@ -5,4 +5,6 @@ from __future__ import annotations
 
 from dynamo_epd.serve.services import AggWorker, Frontend
 
+# A worker that routes media to an encoder makes the frontend refuse every request until there is one.
+AggWorker.args += ("--no-route-to-encoder",)
 Frontend.link(AggWorker)

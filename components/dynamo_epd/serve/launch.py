@@ -100,7 +100,8 @@ def prepare(
             probe = Probe("running")
             if service.entry:
                 probe = _entry_probe(config, {**environ, **env}, whole)
-                url = f"{'https' if probe.kind == 'tcp' else 'http'}://{probe.host}:{probe.port}"
+                if probe.port:
+                    url = f"{'https' if probe.kind == 'tcp' else 'http'}://{probe.host}:{probe.port}"
             elif service.health:
                 port = claim_port(_port(config.env, port))
                 env["DYN_SYSTEM_PORT"] = str(port)
@@ -141,6 +142,29 @@ def describe(graph: Graph, launch: Launch) -> str:
         own = [f"{k}={shlex.quote(v)}" for k, v in sorted(instance.env.items()) if k not in shared]
         lines += ["", f"# {instance.name}: {'; '.join(facts)}", " ".join([*own, shlex.join(instance.argv)])]
     return "\n".join(lines)
+
+
+def shared_folder() -> Path:
+    """Where the launchers of one user on one host meet, each of which runs a part of a graph."""
+    return Path(tempfile.gettempdir()) / f"dynamo-epd-{os.getuid()}"
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of discovery by file.
+
+    Raises:
+        ConfigError: it cannot be made, or somebody else may write to the shared one: they could pose as a worker.
+    """
+    shared = shared_folder()
+    try:
+        if shared in path.parents:
+            shared.mkdir(mode=0o700, exist_ok=True)
+            status = shared.lstat()
+            if status.st_uid != os.getuid() or status.st_mode & 0o022:
+                raise ConfigError(f"{shared}: others may write there; remove it, or set Discovery.directory")
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Discovery.directory: {error}") from None
 
 
 class Ports:
@@ -216,9 +240,8 @@ def _discovery(chosen: Mapping[str, str], whole: bool, folder: Path, environ: Ma
         env["ETCD_ENDPOINTS"] = chosen.get("etcd") or environ.get("ETCD_ENDPOINTS") or "http://localhost:2379"
     if backend == "file":
         # Launchers that each run a part of one graph on this host must meet in one folder.
-        shared = Path(tempfile.gettempdir()) / f"dynamo-epd-{os.getuid()}"
         named = chosen.get("directory") or environ.get("DYN_FILE_KV")
-        env["DYN_FILE_KV"] = named or str((folder if whole else shared) / "discovery")
+        env["DYN_FILE_KV"] = named or str((folder if whole else shared_folder()) / "discovery")
         if not named:
             # A folder that somebody named may be on a file system that other hosts see.
             env |= {name: environ.get(name, _LOOPBACK) for name in _HOSTS}
@@ -233,7 +256,9 @@ def _entry_probe(config: ServiceConfig, env: Mapping[str, str], whole: bool) -> 
     options = config.options
     host = str(options.get("http-host", env.get("DYN_HTTP_HOST", "0.0.0.0")))
     action = flags(config.service.parser).get("http-port")
-    port = int(options.get("http-port", env.get("DYN_HTTP_PORT", action.default if action else 0)))
+    port = int(options.get("http-port", env.get("DYN_HTTP_PORT", action.default if action else 0)) or 0)
+    if not port:
+        return Probe("running")
     host = _LOOPBACK if host in ("0.0.0.0", "::", "") else host
     if "tls-cert-path" in options or "DYN_TLS_CERT_PATH" in env:
         return Probe("tcp", host, port, "")

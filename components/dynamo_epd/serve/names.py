@@ -8,14 +8,13 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'? Known: ...``, with the known name that is nearest to ``name`` however far that is."""
+    """``did you mean 'x'?``, with the known name nearest to ``name``, however far; all of them where they are few."""
     names = sorted(known)
     if not names:
         return "there are none"
     folded = {plain(n): n for n in names}
     nearest = folded[difflib.get_close_matches(plain(name), folded, n=1, cutoff=0.0)[0]]
-    others = ", ".join(names) if len(names) <= 8 else f"{len(names)} others"
-    return f"did you mean {nearest!r}? (known: {others})"
+    return f"did you mean {nearest!r}?" + (f" (known: {', '.join(names)})" if len(names) <= 8 else "")
 
 
 def plain(name: str) -> str:
