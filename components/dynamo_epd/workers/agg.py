@@ -20,9 +20,7 @@ class AggregatedWorker(LanguageWorker):
     async def serve(
         self, request: GenerateRequest, context: Context, seen: Observation
     ) -> AsyncIterator[GenerateChunk]:
-        prompt = await self.prompt(request, seen)
-        engine_request = self.engine_request(prompt, request, context)
-        self.trace(prompt, request, engine_request.request_id)
+        prompt, engine_request = await self.prepare(request, context, seen)
         async with AsyncExitStack() as stack:
             engine_request = replace(engine_request, embeddings=await self.embeddings(prompt, seen, stack))
             async with aclosing(self.stream(engine_request, seen)) as chunks:

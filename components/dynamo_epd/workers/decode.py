@@ -35,9 +35,7 @@ class DecodeWorker(LanguageWorker):
             if prefill is not None:
                 # Whatever becomes of the request here, prefill need not hold its KV until the offer expires.
                 stack.callback(self._running.transfer.decline, prefill.kv)
-            prompt = await self.prompt(request, seen)
-            engine_request = self.engine_request(prompt, request, context)
-            self.trace(prompt, request, engine_request.request_id)
+            prompt, engine_request = await self.prepare(request, context, seen)
             if prefill is None:
                 engine_request = replace(engine_request, disaggregated_params=params)
             else:

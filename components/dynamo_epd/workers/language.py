@@ -108,16 +108,28 @@ class LanguageWorker(EpdWorker):
             answer = await self._encode.ask(request)
             return usable_handoff({**request, "encoder_result": answer}, self._running.family)
 
-    async def prompt(self, request: GenerateRequest, seen: Observation) -> Prompt:
-        """Expand the prompt. A canary probe is plain text."""
-        handoff = None if is_probe(request) else await self.handoff(request)
-        prompt = build_prompt(request, handoff, self._running.family, self.args.on_incomplete_metadata)
-        seen.keyed(prompt.key_kind)
-        seen.note(items=len(prompt.items), prompt_tokens=len(prompt.layout))
-        return prompt
+    async def prepare(
+        self, request: GenerateRequest, context: Context, seen: Observation
+    ) -> tuple[Prompt, EngineRequest]:
+        """The expanded prompt, and the engine request without embeddings or KV. A canary probe is plain text.
 
-    def engine_request(self, prompt: Prompt, request: GenerateRequest, context: Context) -> EngineRequest:
-        """The prompt as an engine request without embeddings or KV."""
+        Where this fails, encode is told that nobody will fetch what it offered.
+        """
+        handoff = None if is_probe(request) else await self.handoff(request)
+        try:
+            prompt = build_prompt(request, handoff, self._running.family, self.args.on_incomplete_metadata)
+            seen.keyed(prompt.key_kind)
+            seen.note(items=len(prompt.items), prompt_tokens=len(prompt.layout))
+            engine_request = self._engine_request(prompt, request, context)
+            if self._tracer is not None:
+                self._tracer.write(prompt, request["token_ids"], engine_request.request_id)
+        except Exception:
+            for item in handoff.items if handoff is not None else ():
+                self._running.transfer.decline(item.embedding)
+            raise
+        return prompt, engine_request
+
+    def _engine_request(self, prompt: Prompt, request: GenerateRequest, context: Context) -> EngineRequest:
         info = self._running.info
         n = len(prompt.layout.token_ids)
         room = info.max_seq_len - n
@@ -181,10 +193,6 @@ class LanguageWorker(EpdWorker):
                     chunk["completion_usage"] = usage(prompt_tokens, done, reused)
                     seen.note(cached_tokens=reused, completion_tokens=done)
                 yield output, chunk
-
-    def trace(self, prompt: Prompt, request: GenerateRequest, request_id: str) -> None:
-        if self._tracer is not None:
-            self._tracer.write(prompt, request["token_ids"], request_id)
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

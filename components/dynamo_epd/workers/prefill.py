@@ -24,9 +24,8 @@ class PrefillWorker(LanguageWorker):
     async def serve(
         self, request: GenerateRequest, context: Context, seen: Observation
     ) -> AsyncIterator[GenerateChunk]:
-        prompt = await self.prompt(request, seen)
-        engine_request = replace(self.engine_request(prompt, request, context), prefill_only=not is_probe(request))
-        self.trace(prompt, request, engine_request.request_id)
+        prompt, engine_request = await self.prepare(request, context, seen)
+        engine_request = replace(engine_request, prefill_only=not is_probe(request))
         async with AsyncExitStack() as stack:
             engine_request = replace(engine_request, embeddings=await self.embeddings(prompt, seen, stack))
             async with aclosing(self.stream(engine_request, seen)) as chunks:
