@@ -7,6 +7,7 @@ import asyncio
 import os
 import secrets
 
+from ..contract.errors import ConfigError
 from .config import TransferConfig, add_transfer_arguments, resolve_host, transfer_config
 from .endpoint import Endpoint
 from .memory import open_region
@@ -28,5 +29,10 @@ async def open_transfer(config: TransferConfig | None = None) -> Endpoint:
     region = await loop.run_in_executor(None, open_region, config.arena_bytes, config.kind, config.device)
     plane = None if config.mode == "map" else await loop.run_in_executor(None, NixlPlane, agent, region, loop)
     endpoint = Endpoint(config, agent, region, plane)
-    await endpoint.open(resolve_host(config.host))
+    host = resolve_host(config.host)
+    try:
+        await endpoint.open(host)
+    except OSError as error:
+        await endpoint.close()
+        raise ConfigError(f"the transfer endpoint cannot listen on {host}:{config.port}: {error}") from error
     return endpoint

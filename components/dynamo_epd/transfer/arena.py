@@ -202,13 +202,21 @@ class Arena:
         """Fail the waiters whose deadline has passed."""
         for waiter in [w for w in self._waiters if w.deadline <= now]:
             del self._waiters[waiter]
-            waiter.done(
-                TransferError(
-                    "arena_full",
-                    f"no {sum(waiter.sizes)} bytes became free in the transfer arena in time ({self.free_bytes} of "
-                    f"{self.memory.size} are free, {self.quarantined_bytes} in quarantine)",
-                )
-            )
+            waiter.done(self.full(sum(waiter.sizes)))
+
+    def full(self, nbytes: int) -> TransferError:
+        """What a wait for ``nbytes`` ends with."""
+        return TransferError(
+            "arena_full",
+            f"no {nbytes} bytes became free in the transfer arena in time ({self.free_bytes} of {self.memory.size} are "
+            f"free, {self.quarantined_bytes} in quarantine)",
+        )
+
+    def close(self) -> None:
+        """Fail all waiters."""
+        for waiter in list(self._waiters):
+            del self._waiters[waiter]
+            waiter.done(TransferError("cancelled", "the transfer layer was closed"))
 
     def serve(self) -> None:
         """Serve the waiters that fit by now."""

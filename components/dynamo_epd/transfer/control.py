@@ -131,6 +131,8 @@ async def dial(address: str, handler: LinkHandler) -> TcpLink:
     host, _, port = address.rpartition(":")
     try:
         number = int(port)
+        if not 0 < number < 1 << 16:
+            raise ValueError
         _, link = await asyncio.get_running_loop().create_connection(lambda: TcpLink(handler), host.strip("[]"), number)
     except ValueError:
         raise TransferError("protocol", f"{address!r} is not an address of the form host:port") from None

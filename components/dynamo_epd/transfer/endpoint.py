@@ -134,6 +134,9 @@ class Endpoint:
 
     async def fetch_all(self, refs: Sequence[TensorRef], *, first: int = 0, timeout: float | None = None) -> list[Hold]:
         """Fetch several tensors as ``fetch`` does one; memory for them is taken all at once, and all arrive or none."""
+        for ref in refs:
+            if not 0 <= first < ref.shape[0] or max(ref.offer, ref.generation) >> 63:
+                raise TransferError("protocol", f"row {first} of {ref} cannot be fetched")
         deadline = self._deadline(timeout)
         leaders = {ref.digest if first == 0 else i: i for i, ref in reversed(list(enumerate(refs)))}
         left = set(leaders.values())
@@ -179,7 +182,10 @@ class Endpoint:
         return [found[i] for i in range(len(refs))]
 
     def decline(self, ref: TensorRef) -> None:
-        self.links.decline(ref.endpoint, ref.agent, ref.offer, ref.generation)
+        if ref.agent == self.agent:
+            self.offers.withdraw(ref.offer)
+        elif not self._closed:
+            self.links.decline(ref)
 
     def keep(self, digest: str, slot: Hold) -> None:
         self.store.keep(digest, slot)
@@ -194,6 +200,7 @@ class Endpoint:
         await self.links.stop_dialling()
         self.offers.close()
         self.fetches.close()
+        self.arena.close()
         # The peers take the end of a link for the end of all use of their memory, so the data plane goes first.
         await self._carrier.close()
         self.links.close()
@@ -215,8 +222,6 @@ class Endpoint:
         """Fill in an outcome for each of ``wanted``: of the store, of a running transfer, or of a new one (``led``)."""
         leads: dict[int, tuple[TensorRef, int]] = {}
         for i, ref in wanted.items():
-            if not 0 <= first < ref.shape[0]:
-                raise TransferError("protocol", f"row {first} of a tensor of shape {ref.shape} was asked for")
             kept = self._at_hand(ref) if first == 0 else None
             flight = self.fetches.joinable(ref.digest) if first == 0 and kept is None else None
             if kept is not None:

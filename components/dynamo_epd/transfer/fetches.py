@@ -273,14 +273,12 @@ class Fetches:
         for fetch in list(self._active):
             late = [watcher for watcher in fetch.watchers if watcher.deadline <= now]
             if late:
-                text = (
-                    f"{fetch.nbytes} bytes from {fetch.ref.endpoint} did not arrive in time (state {fetch.state.value})"
-                )
+                error = self._overdue(fetch)
                 for watcher in late:
                     del fetch.watchers[watcher]
-                    watcher.done(TransferError("timeout", text))
+                    watcher.done(TransferError(error.reason, str(error)))
                 if not fetch.watchers:
-                    self._fail(fetch, TransferError("timeout", text))
+                    self._fail(fetch, error)
         for fetch in [f for f, until in self._settling.items() if until <= now]:
             del self._settling[fetch]
             self._effects.expect(fetch.nbytes, False)
@@ -350,6 +348,12 @@ class Fetches:
         for watcher in watchers:
             watcher.done(TransferError(error.reason, str(error)))
         self._free(fetch)
+
+    def _overdue(self, fetch: Fetch) -> TransferError:
+        if fetch.state is FetchState.MEMORY:
+            return self._arena.full(fetch.nbytes)
+        where = f"from {fetch.ref.endpoint} did not arrive in time (state {fetch.state.value})"
+        return TransferError("timeout", f"{fetch.nbytes} bytes {where}")
 
     def _sharing(self, memory: Waiter) -> list[Fetch]:
         return [fetch for fetch in self._active if fetch.memory is memory]

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 
 from ..contract.errors import TransferError
+from ..contract.handoff import TensorRef
 from .config import Mode
 from .control import close_server, dial, listen
 from .fetches import Fetch, Fetches
@@ -19,6 +20,9 @@ from .plane import DataPlane
 from .protocol import AnyMessage, Cancel, Check, Checked, Done, Ended, Hello, Pull, Reading, Wire
 
 logger = logging.getLogger(__name__)
+
+_MAX_DECLINED = 1000
+"""Declined offers that are remembered for a peer that is being dialled; the others expire."""
 
 
 class Links:
@@ -57,6 +61,7 @@ class Links:
         self._dialled: dict[str, Peer] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._wanting: dict[str, list[Fetch]] = {}
+        self._declined: dict[str, list[TensorRef]] = {}
         self._probing = asyncio.Lock()
         self._closed = False
 
@@ -83,15 +88,23 @@ class Links:
             self._fetches.connected(fetch, peer)
             return
         self._wanting.setdefault(address, []).append(fetch)
-        if address not in self._dialling:
+        self._reach(address)
+
+    def _reach(self, address: str) -> None:
+        if address not in self._dialling and not self._closed:
             self._dialling[address] = self._loop.create_task(self._dial(address))
 
-    def decline(self, address: str, agent: str, offer: int, generation: int) -> None:
-        """Tell a peer that its offer is over, if it is connected."""
-        peer = self._dialled.get(address)
-        if peer is not None and peer.hello.agent == agent:
+    def decline(self, ref: TensorRef) -> None:
+        """Tell the offering peer that its offer is over."""
+        peer = self._dialled.get(ref.endpoint)
+        if peer is None:
+            declined = self._declined.setdefault(ref.endpoint, [])
+            if len(declined) < _MAX_DECLINED:
+                declined.append(ref)
+            self._reach(ref.endpoint)
+        elif peer.hello.agent == ref.agent:
             with contextlib.suppress(TransferError):
-                peer.link.send(Done(offer, generation))
+                peer.link.send(Done(ref.offer, ref.generation))
 
     async def stop_dialling(self) -> None:
         """Accept and dial nobody any more."""
@@ -118,13 +131,15 @@ class Links:
             error = fault
         finally:
             del self._dialling[address]
-            waiting = self._wanting.pop(address, [])
+            waiting, declined = self._wanting.pop(address, []), self._declined.pop(address, [])
             if error is None:
                 self._dialled[address] = peer
                 self._fetches.met(peer, self._clock())
                 logger.info("transfers from %s at %s go by %s", peer.hello.agent, address, peer.way)
                 for fetch in waiting:
                     self._fetches.connected(fetch, peer)
+                for ref in declined:
+                    self.decline(ref)
             else:
                 peer.close()
                 for fetch in waiting:
