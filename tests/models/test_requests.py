@@ -28,6 +28,12 @@ def test_unknown_family_names_the_known(tmp_path):
     assert "'gpt_neo'" in str(error.value) and all(name in str(error.value) for name in FAMILIES)
 
 
+def test_every_family_is_found_by_its_types():
+    known = {c["family"].removesuffix("_videotok") for c in cases()} - {"pixtral", "qwen2_5_omni", "qwen3_omni_moe"}
+    assert known | {"llava", "qwen2_5_omni_thinker", "qwen2_5_omni", "qwen3_omni_moe"} <= FAMILIES.keys()
+    assert all(name in kind.model_types for name, kind in FAMILIES.items())
+
+
 @pytest.mark.parametrize("content", [None, "[1]", "{", '{"model_type": 3}'])
 def test_directory_without_a_model(tmp_path, content):
     if content is not None:

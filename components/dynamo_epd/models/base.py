@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,6 +95,13 @@ class Family(ABC):
 
     vocab_size: int
     """The vocabulary size that the engine offsets item-local ids by (``text_config.vocab_size``)."""
+
+    @classmethod
+    @abstractmethod
+    def from_pretrained(
+        cls, model_dir: Path, raw_config: Mapping[str, Any], *, tower: bool, device: str, dtype: str | None
+    ) -> Family:
+        """The family of the checkpoint in ``model_dir``, whose ``config.json`` holds ``raw_config``; see ``load``."""
 
     @property
     def sampling_rate(self) -> int | None:

@@ -46,6 +46,21 @@ class PretrainedFamily(Family):
         self._lock = threading.Lock()
         self._model = self.load_tower(device, dtype) if tower else None
 
+    @classmethod
+    def from_pretrained(
+        cls, model_dir: Path, raw_config: Mapping[str, Any], *, tower: bool, device: str, dtype: str | None
+    ) -> PretrainedFamily:
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise ConfigError(f"{model_dir / 'config.json'} cannot be used: {error}") from error
+        loaded = cls(model_dir, config, raw_config, tower=tower, device=device, dtype=dtype)
+        # Both take a while and can fail: now, and not while the first request waits.
+        _ = loaded.codec, loaded.identity
+        return loaded
+
     def select_config(self, config: Any) -> Any:
         """The part of the configuration that describes encoder and language model together."""
         return config
