@@ -127,9 +127,10 @@ async def test_prefill_and_decode_on_two_engines(variant, kv_folder):
         assert last.cached_tokens == len(request.layout) - 1
         _, (tokens, _) = await handed_over(prefill, decode, make_request([], "hi"))
         assert tokens == expected([], "hi")
-        # What decode keeps is keyed as exactly as in prefill: it answers for another image from that image.
-        tokens, last = await answer(decode, make_request([BLUE], COLOUR.text))
-        assert tokens == expected([BLUE], COLOUR.text) and last.cached_tokens
+        # What decode keeps is keyed as exactly as in prefill: an image is found again, another one is not.
+        for picture in (RED, BLUE):
+            tokens, last = await answer(decode, make_request([picture], COLOUR.text))
+            assert tokens == expected([picture], COLOUR.text) and last.cached_tokens == len(request.layout) - 1
     assert list(kv_folder.iterdir()) == []
 
 

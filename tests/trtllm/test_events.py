@@ -161,6 +161,27 @@ def test_text_behind_a_known_prompts_text_is_its_own_and_not_that_prompts():
     assert event.token_ids == (61, 62, 63, 64)
 
 
+@MANAGERS
+def test_the_end_of_another_prompt_with_the_same_beginning_is_not_taken_for_this_one(manager):
+    known = Prompt(ROUTE_A, before=5, rows=5, after=0, tail=[71, 72])
+    stranger = Prompt(ROUTE_B, before=5, rows=5, after=0, tail=[71, 72])
+    for prompt, uuid in ((known, "one"), (stranger, "other")):
+        prompt.mm = replace(prompt.mm, multimodal_uuids=(uuid,))
+        prompt.known = replace(prompt.known, multimodal_input=prompt.mm)
+    t = translator(known)
+    *_, last = known.blocks(manager)
+    t.translate(stored(list(known.blocks(manager))[:2]))
+    parent = list(known.blocks(manager))[1]["block_hash"]
+    theirs = list(stranger.blocks(manager))[2]
+    theirs["mm_keys"] = [{**key, "hash": "other"} for key in theirs["mm_keys"]]
+    if manager != "v1":
+        theirs["tokens"][0]["token_id"] = "bb" * 32
+    assert t.translate(stored([theirs], parent)) == [] and t.unknown == 1
+    last["mm_keys"] = [{**key, "hash": DIGESTS[ROUTE_A]} for key in last["mm_keys"]]
+    [event] = t.translate(stored([last], parent))
+    assert list(event.token_ids) == known.router[8:12]
+
+
 def test_removed_events_name_only_what_was_published():
     t = translator()
     t.translate(stored([block(10, [1, 2, 3, 4]), block(12, [5, 6])]))

@@ -30,6 +30,9 @@ UNKNOWN = -1
 
 _MASK64 = 2**64 - 1
 
+MmKeys = Sequence[Mapping[str, Any]] | None
+"""V1: per run that touches a block its item's digest or uuid, and an offset."""
+
 BlockHash = int | str
 """An engine's name of a block: V1's or truncated V2's 64-bit number, or V2's SHA-256 in hex."""
 
@@ -176,7 +179,11 @@ class EventTranslator:
                 yield BlocksStored(tuple(hashes), first_parent, tuple(token_ids), salt, data.get("lora_name"))
 
     def _routing_ids(
-        self, block_hash: BlockHash, parent: BlockHash | None, tokens: list[int | str], mm_keys: object
+        self,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        tokens: list[int | str],
+        mm_keys: MmKeys,
     ) -> tuple[list[int], KnownPrompt | None] | None:
         """The router's ids of one full block, and the prompt that it comes from where it is known."""
         media = bool(mm_keys) or self._has_media(tokens)
@@ -193,7 +200,7 @@ class EventTranslator:
             ids = before.prompt.routing_ids[start:]
             head, tail = tokens[: len(ids)], tokens[len(ids) :]
             told = 0 < len(ids) < self._block and not (ids == UNKNOWN).any() and not self._has_media(tail)
-            if told and self._same(before.prompt, start, head):
+            if told and self._same(before.prompt, start, head, mm_keys):
                 return [*ids.tolist(), *(int(t) for t in tail)], before.prompt
         self.unknown += media
         return None
@@ -201,11 +208,14 @@ class EventTranslator:
     def _has_media(self, tokens: Sequence[int | str]) -> bool:
         return any(isinstance(t, str) or t >= self._vocab_size or t in self._media_ids for t in tokens)
 
-    def _same(self, prompt: KnownPrompt, start: int, tokens: Sequence[int | str]) -> bool:
+    def _same(self, prompt: KnownPrompt, start: int, tokens: Sequence[int | str], mm_keys: MmKeys) -> bool:
         """Whether the prompt goes on with ``tokens`` from ``start``, in the one manager's form or the other's."""
+        mm = prompt.multimodal_input
         if prompt.token_ids[start : start + len(tokens)].tolist() == list(tokens):
-            return True
-        keyed = augmented_tokens(prompt.token_ids, prompt.multimodal_input, self._vocab_size)
+            block = block_keys_v1.extra_keys(mm, len(prompt.token_ids), self._block)[start // self._block]
+            names = {digest.hex() for digest, _ in block} | set((mm and mm.multimodal_uuids) or ())
+            return all(key["hash"] in names for key in mm_keys or ())
+        keyed = augmented_tokens(prompt.token_ids, mm, self._vocab_size)
         form = [t.hex() if isinstance(t, bytes) else t for t in keyed[start : start + len(tokens)].tolist()]
         return form == list(tokens)
 
