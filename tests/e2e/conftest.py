@@ -15,6 +15,7 @@ from dynamo_epd.serve.stack import Stack, epd_services
 
 MODEL = "toy"
 READY = 180.0
+TRACES = "traces"
 PROBE = Picture("white", "black", "square")
 
 # 64 blocks for 8 requests at a time: eviction is the normal case.
@@ -32,7 +33,10 @@ def make_stack(topology: str, media: Path, *, engine_args: tuple[str, ...] = (),
         TOY_MODEL,
         MODEL,
         topology=topology,
-        engine_args=("--engine", "reference", "--override-engine-args", json.dumps(ENGINE), *engine_args),
+        engine_args=(
+            *("--engine", "reference", "--override-engine-args", json.dumps(ENGINE)),
+            *("--trace-requests", str(media / TRACES), *engine_args),
+        ),
         encode_args=(
             *("--allowed-local-media-path", str(media)),
             *("--multimodal-embedding-cache-capacity-gb", "0.05"),
