@@ -55,7 +55,7 @@ def make_model_dir(out: Path) -> None:
     from transformers import AutoConfig
 
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("processor_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in ("processor_config.json", "preprocessor_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copyfile(TOY_MODEL / name, out / name)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (TOY_MODEL / "chat_template.jinja").read_text()

@@ -91,7 +91,8 @@ class EngineRequest:
         cache_salt: isolates block sharing: only requests with an equal salt share; None is a salt of its own.
         lora_id: adapter number, part of the block keys' scope.
         reuse: False computes every prompt token and shares nothing with anybody (the uncacheable fallback).
-        routing_token_ids: int64 ``[n]`` ids under which the KV-aware router knows this prompt, or None.
+        routing_token_ids: int64 ``[n]`` ids under which the KV-aware router knows this prompt, -1 from the first token
+            on for which it has none; None where it knows the text before the first item only.
         prefill_only: stop after the first token and keep the prompt's KV for export.
         remote_kv: KV from a prefill worker; None where this worker computes the prompt itself.
         modalities: per item in prompt order its modality, where it is known.

@@ -169,7 +169,6 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
         endpoint="generate",
         disaggregation_mode=DisaggregationMode(role),
         route_to_encoder=route,
-        enable_kv_routing=args.publish_kv_events,
     )
     return args, config
 

@@ -27,7 +27,7 @@ from ..models.base import Family
 from ..transfer.base import Transfer
 from .ask import EncodeClient
 from .base import EpdWorker
-from .events import KVEventForwarder
+from .events import KVEventForwarder, LoadReporter
 from .observe import Observation
 from .prompt import Prompt, build_prompt, usable_handoff
 from .sampling import logprob_fields, parse_sampling
@@ -68,6 +68,7 @@ class LanguageWorker(EpdWorker):
         self._encode = None
         if a.encode_fallback == "ask":
             self._encode = EncodeClient(a.encode_endpoint, a.encode_timeout, a.discovery_backend, a.request_plane)
+        self._load = LoadReporter(info.total_blocks, info.tokens_per_block)
         self._events = KVEventForwarder(self._engine, info.tokens_per_block) if a.publish_kv_events else None
         self._tracer = None
         if a.trace_requests:
@@ -94,6 +95,12 @@ class LanguageWorker(EpdWorker):
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         return [PushSource(on_ready=self._events.publish_to)] if self._events else []
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        return [0]
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        self._load.publish_to(publisher)
 
     async def health_check_payload(self) -> dict[str, Any]:
         return build_health_check_payload(bos_token_id_or(self._running.family.tokenizer, 0))
@@ -180,19 +187,21 @@ class LanguageWorker(EpdWorker):
         prompt_tokens = len(engine_request.layout.token_ids)
         tokenizer = self._running.family.tokenizer
         done = 0
-        async with aclosing(self._running.engine.generate(engine_request)) as outputs:  # type: ignore[type-var]
-            async for output in outputs:
-                done += len(output.token_ids)
-                chunk: GenerateChunk = {"token_ids": output.token_ids, "index": 0}
-                if output.logprobs:
-                    words = [tokenizer.decode([t]) for t in output.token_ids]
-                    chunk.update(logprob_fields(output.token_ids, output.logprobs, words))  # type: ignore[typeddict-item]
-                if output.finish_reason:
-                    chunk["finish_reason"] = output.finish_reason
-                    reused = output.cached_tokens if cached is None else cached
-                    chunk["completion_usage"] = usage(prompt_tokens, done, reused)
-                    seen.note(cached_tokens=reused, completion_tokens=done)
-                yield output, chunk
+        with self._load.request(prompt_tokens) as load:
+            async with aclosing(self._running.engine.generate(engine_request)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    done += len(output.token_ids)
+                    chunk: GenerateChunk = {"token_ids": output.token_ids, "index": 0}
+                    if output.logprobs:
+                        words = [tokenizer.decode([t]) for t in output.token_ids]
+                        chunk.update(logprob_fields(output.token_ids, output.logprobs, words))  # type: ignore[typeddict-item]
+                    if output.finish_reason:
+                        chunk["finish_reason"] = output.finish_reason
+                        reused = output.cached_tokens if cached is None else cached
+                        chunk["completion_usage"] = usage(prompt_tokens, done, reused)
+                        seen.note(cached_tokens=reused, completion_tokens=done)
+                        load.cached(prompt_tokens, output.cached_tokens)
+                    yield output, chunk
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

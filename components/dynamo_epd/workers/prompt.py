@@ -48,7 +48,7 @@ class Prompt:
     key_reason: str
     cache_salt: str | None
     reuse: bool
-    routing_token_ids: np.ndarray | None
+    routing_token_ids: np.ndarray
 
 
 def media_counts(request: Mapping[str, Any]) -> dict[Modality, int]:
@@ -134,23 +134,52 @@ def build_prompt(
         key_reason=keys.reason,
         cache_salt=keys.cache_salt,
         reuse=keys.reuse,
-        routing_token_ids=routing_ids(layout, items, (request.get("extra_args") or {}).get("mm_hashes")),
+        routing_token_ids=_routing_ids(layout, items, request),
     )
 
 
 def routing_ids(
-    layout: PromptLayout, items: Sequence[ItemHandoff], mm_hashes: Sequence[str] | None
-) -> np.ndarray | None:
-    """The prompt as a KV-aware frontend hashes it, or None where it has no value for every item.
+    layout: PromptLayout,
+    items: Sequence[ItemHandoff],
+    mm_hashes: Sequence[str] | None,
+    hashed: Sequence[int] | None = None,
+) -> np.ndarray:
+    """The prompt as a KV-aware frontend hashes it: int64 ``[n]``, -1 from the first token on that it hashes otherwise.
+
+    That is the first token of an item without a value (a video, or an image with a uuid), or the first one where the
+    frontend, which computes an image's length by itself, came to another prompt than this worker. Text before the
+    first item is always as it is: that is how the frontend hashes it in a request without media.
 
     Args:
         mm_hashes: the frontend's own hash of each image, 16 hex digits, in prompt order.
+        hashed: the ids that the frontend hashed, where it says so.
     """
     ids = np.asarray(layout.token_ids, dtype=np.int64)
     if not items:
         return ids
-    if not mm_hashes or len(mm_hashes) != len(items) or any(item.modality != "image" for item in items):
-        return None
-    values = np.array([_ROUTING_BASE + (int(h, 16) & _ROUTING_MASK) for h in mm_hashes], dtype=np.int64)
+    images = [i for i, item in enumerate(items) if item.modality == "image"]
+    values = np.full(len(items), -1, dtype=np.int64)
+    if mm_hashes and len(mm_hashes) == len(images):
+        values[images] = [_ROUTING_BASE + (int(h, 16) & _ROUTING_MASK) for h in mm_hashes]
     member = layout.member_item
-    return np.where(member >= 0, values[np.maximum(member, 0)], ids)
+    routing = np.where(member >= 0, values[np.maximum(member, 0)], ids)
+    agreed = routing >= 0
+    if hashed is not None:
+        told = np.full(len(ids), -1, dtype=np.int64)
+        told[: len(hashed)] = hashed[: len(ids)]
+        # Framing may be the prompt's own text, which the frontend leaves alone, or come with the image's replacement.
+        as_text = layout.framing & (told == ids)
+        agreed &= (told == routing) | as_text
+        routing = np.where(as_text, ids, routing)
+    if not agreed.all():
+        routing[max(int(np.argmin(agreed)), int(layout.run_starts.min())) :] = -1
+    return routing
+
+
+def _routing_ids(layout: PromptLayout, items: Sequence[ItemHandoff], request: Mapping[str, Any]) -> np.ndarray:
+    info = request.get("mm_routing_info") or {}
+    mm_hashes = (request.get("extra_args") or {}).get("mm_hashes")
+    if any(info.get("block_mm_infos") or ()):
+        # The frontend mixes something else into the blocks' hashes than their token ids.
+        mm_hashes = None
+    return routing_ids(layout, items, mm_hashes, info.get("routing_token_ids") or None)

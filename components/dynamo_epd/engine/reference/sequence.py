@@ -141,11 +141,13 @@ class Seq:
 
     def router_ids(self) -> np.ndarray:
         """int64: the tokens as the KV-aware router knows them, as far as it knows them."""
-        layout = self.request.layout
-        if self.request.routing_token_ids is not None:
-            return np.concatenate([self.request.routing_token_ids, self.tokens[self.n : self.length]])
-        known = int(layout.run_starts.min()) if layout.num_items else self.length
-        return self.tokens[:known].astype(np.int64)
+        layout, routing = self.request.layout, self.request.routing_token_ids
+        if routing is None:
+            known = int(layout.run_starts.min()) if layout.num_items else self.length
+            return self.tokens[:known].astype(np.int64)
+        if (routing < 0).any():
+            return routing[: int(np.argmax(routing < 0))]
+        return np.concatenate([routing, self.tokens[self.n : self.length]])
 
     def cut(self, start: int, end: int) -> int:
         """The last place in ``start..end`` where the prompt may be cut; ``start`` where there is none."""
