@@ -174,6 +174,17 @@ def test_everything_stops_in_order_when_the_guard_is_killed(serve):
     assert [line for line in run.journal() if line.startswith("end")] == ["end Front", "end Middle", "end Back"]
 
 
+def test_services_end_even_when_both_are_killed(serve):
+    run = serve()
+    run.until_said(ALL_READY)
+    supervisor = run.supervisor()
+    os.kill(run.process.pid, signal.SIGSTOP)
+    os.kill(supervisor, signal.SIGKILL)
+    run.process.kill()
+    run.until(lambda: run.left() == [], "end of everything")
+    assert "end Front" not in run.journal()
+
+
 def test_the_third_ctrl_c_ends_a_supervisor_that_does_not_answer(serve):
     run = serve()
     run.until_said(ALL_READY)
