@@ -24,7 +24,7 @@ from .memory import fit
 from .model import load_language_model
 from .recurrent import RecurrentRunner
 from .runner import PagedRunner, Result
-from .scheduler import Chunk, Plan, Scheduler
+from .scheduler import Chunk, Scheduler
 from .sequence import Limits, Seq
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class ReferenceEngine:
         self._wake = asyncio.Event()
         self._busy: set[Seq] = set()  # touched by the worker thread now
         self._seqs: dict[str, Seq] = {}
+        self._leaving: set[asyncio.Future[None]] = set()
 
     async def start(self) -> EngineInfo:
         if self._keys == "placeholder":
@@ -115,7 +116,7 @@ class ReferenceEngine:
             kv=model.attention is not None,
         )
         self._loop = asyncio.create_task(self._run(), name="reference-engine")
-        return EngineInfo(
+        self.info = EngineInfo(
             tokens_per_block=config.tokens_per_block,
             total_blocks=total,
             max_seq_len=config.max_seq_len,
@@ -125,6 +126,7 @@ class ReferenceEngine:
             hidden_size=model.hidden_size,
             block_reuse=config.enable_block_reuse,
         )
+        return self.info
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         if self._loop is None or self._loop.done():
@@ -148,7 +150,11 @@ class ReferenceEngine:
                 if output.finish_reason is not None:
                     return
         finally:
-            await self._leave(seq)
+            # A task of its own, because the caller may be cancelled once more while this waits.
+            leaving = asyncio.ensure_future(self._leave(seq))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            await asyncio.shield(leaving)
 
     def listen(self, listener: KVEventListener) -> None:
         self._listeners.append(listener)
@@ -168,46 +174,51 @@ class ReferenceEngine:
         self._loop = self._thread = None
         if loop is not None:
             loop.cancel()
-            await asyncio.wait({loop, *(seq.fetch for seq in self._seqs.values() if seq.fetch and seq.fetch.cancel())})
+            await asyncio.wait({loop})
         if thread is not None:
             await asyncio.to_thread(thread.shutdown)
-        for seq in list(self._seqs.values()):
-            self._drop(seq, EngineOutput([], "cancelled", cached_tokens=seq.cached_tokens))
         self._runner = None
 
     async def _run(self) -> None:
         try:
             while True:
                 plan = self.scheduler.schedule()
+                seqs = {c.seq for c in plan.chunks}
+                self._busy |= seqs.union(plan.imports)
+                if plan.copies:
+                    await self._in_thread(self._paged.copy, plan.copies)
+                self._busy.difference_update(plan.imports)
                 for seq in plan.imports:
-                    seq.fetch = asyncio.create_task(self._import(seq))
-                if not plan:
+                    if seq.cancelled:
+                        self._drop(seq)
+                    else:
+                        seq.fetch = asyncio.create_task(self._import(seq))
+                if not plan.chunks:
                     self._wake.clear()
                     await self._wake.wait()
                     continue
-                seqs = {c.seq for c in plan.chunks}
-                self._busy |= seqs
-                results = await self._execute(plan)
+                results = await self._execute(plan.chunks)
                 self._busy -= seqs
                 for chunk, result in zip(plan.chunks, results, strict=True):
                     self._apply(chunk, result)
         except Exception as error:
             logger.exception("the engine stopped")
-            for seq in self._seqs.values():
-                self._drop(seq, error)
+            self._end_all(error)
+        finally:
+            self._end_all()
 
-    async def _execute(self, plan: Plan) -> list[Result]:
+    async def _execute(self, chunks: list[Chunk]) -> list[Result]:
         """Run a step. Where it fails as a whole, its chunks run one by one, so that only those at fault fail."""
         try:
             if self._runner is None:
                 raise Unavailable("the engine is not running")
-            return await self._in_thread(self._runner.run, plan.chunks, plan.copies)
+            return await self._in_thread(self._runner.run, chunks)
         except Exception as error:
-            if len(plan.chunks) == 1:
-                logger.exception("request %s failed", plan.chunks[0].seq.request.request_id)
+            if len(chunks) == 1:
+                logger.exception("request %s failed", chunks[0].seq.request.request_id)
                 return [error]
-            logger.warning("a step of %d requests failed, running each alone", len(plan.chunks), exc_info=error)
-        return [result for chunk in plan.chunks for result in await self._execute(Plan([chunk], plan.copies))]
+            logger.warning("a step of %d requests failed, running each alone", len(chunks), exc_info=error)
+        return [result for chunk in chunks for result in await self._execute([chunk])]
 
     def _apply(self, chunk: Chunk, result: Result) -> None:
         seq = chunk.seq
@@ -260,6 +271,14 @@ class ReferenceEngine:
         self._emit(seq, remote.first_token, remote.first_logprob)
         self._wake.set()
 
+    def _end_all(self, error: Exception | None = None) -> None:
+        """The loop has ended, and so must every request: with ``error``, or as cancelled."""
+        for seq in self._seqs.values():
+            if seq.fetch is not None:
+                seq.fetch.cancel()
+            if not seq.left.is_set():
+                self._drop(seq, error or EngineOutput([], "cancelled", cached_tokens=seq.cached_tokens))
+
     def _drop(self, seq: Seq, last: EngineOutput | Exception | None = None) -> None:
         """Free what the request holds, and let ``last`` be the end of its answer."""
         self.scheduler.release(seq)
@@ -290,7 +309,13 @@ class ReferenceEngine:
         return self._runner
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        """Run ``call`` in the worker thread. A cancellation takes effect when the thread has done it."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future})
+            raise
 
 
 class _Export:

@@ -34,8 +34,8 @@ class RecurrentRunner:
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> list[Result]:
-        """One step, as ``PagedRunner.run``; what fails fails alone. There is nothing to copy."""
+    def run(self, chunks: Sequence[Chunk]) -> list[Result]:
+        """One step, as ``PagedRunner.run``; what fails fails alone."""
         results: list[Result] = []
         for chunk in chunks:
             try:

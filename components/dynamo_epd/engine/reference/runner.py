@@ -50,14 +50,14 @@ class PagedRunner:
         self._held_width = 0
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> list[Result]:
-        """One step. Gives the next token of every chunk that ends its sequence, None for the others.
-
-        Args:
-            copies: (from, to) blocks that are copied first.
-        """
-        for source, target in copies:
+    def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy each (source, target) block."""
+        for source, target in blocks:
             self._blocks[:, :, :, target] = self._blocks[:, :, :, source]
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> list[Result]:
+        """One step. Gives the next token of every chunk that ends its sequence, None for the others."""
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].end - chunks[i].start == 1)
         ordered = [chunks[i] for i in order]
         hidden = self._forward(ordered)

@@ -31,14 +31,11 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """One step: what to compute, which blocks to copy before that, and whose KV to fetch from elsewhere meanwhile."""
+    """One step: which blocks to copy first, whose KV to fetch from elsewhere meanwhile, and what to compute."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     imports: list[Seq] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.chunks)
 
 
 class Scheduler:
@@ -63,7 +60,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self) -> Plan:
-        """Plan the next step. An empty plan means that nothing can be done until something changes."""
+        """Plan the next step. Without chunks, nothing can be computed until something changes."""
         plan = Plan()
         budget = self._config.max_num_tokens
         ready = [seq for seq in self.running if not seq.importing]

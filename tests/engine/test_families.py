@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every model family runs as the plain model does: positions, windows, chunks, deepstack, attention inside items."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_epd.contract.errors import ConfigError, InvalidRequest
+from dynamo_epd.engine.base import SamplingParams
+from dynamo_epd.engine.reference.attention import PagedAttention
+
+from .conftest import GAP, Item, MakeEngine, Prompt, Tiny, ask, prefill, write_tiny
+
+# What the language model's configuration is changed to, so that prompts of about 100 tokens meet its special cases.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {},
+    "qwen2_5_vl": {
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "qwen3_vl": {},
+    "qwen3_vl_moe": {},
+    "cosmos3_omni": {},
+    "cosmos3_edge": {},
+    "llava_next": {},
+    "mistral3": {"sliding_window": 24},
+    "pixtral": {},
+    "llama4": {"attention_chunk_size": 32, "floor_scale": 16, "attn_temperature_tuning": True},
+    "phi4_multimodal": {"sliding_window": 40},
+    "qwen2_audio": {},
+    "qwen2_5_omni": {},
+    "qwen3_omni_moe": {},
+    "gemma3": {"sliding_window": 24},
+    "nemotron_h_omni": {},
+}
+ANSWER = 4
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(write_tiny(request.param, tmp_path_factory.mktemp(request.param), FAMILIES[request.param]))
+
+
+def prompts(tiny: Tiny, count: int) -> list[tuple[Prompt, list[int]]]:
+    """Prompts of 30 to 150 tokens that begin alike, with their answers; without those that rounding decides."""
+    rng = np.random.default_rng(3)
+    items = [tiny.item(rng, rows, width) for rows, width in ((12, 4), (30, 5), (20, 20))]
+    texts = [rng.integers(5, 1400, n).tolist() for n in (3, 9, 17)]
+    chosen: list[tuple[Prompt, list[int]]] = []
+    while len(chosen) < count:
+        parts: list[list[int] | Item] = [texts[1]]
+        for _ in range(int(rng.integers(1, 4))):
+            parts += [items[rng.integers(3)], texts[rng.integers(3)]]
+        prompt = tiny.prompt(parts)
+        answer, gap = tiny.plain(prompt, ANSWER)
+        if gap > GAP:
+            chosen.append((prompt, answer))
+    return chosen
+
+
+async def test_family(tiny: Tiny, make_engine: MakeEngine) -> None:
+    """Alone, together, repeated, and handed from prefill to decode."""
+    engine = await make_engine(tiny.path, enable_chunked_prefill=True, max_num_tokens=33, max_tokens=640)
+    cases = prompts(tiny, 5)
+    params = SamplingParams(max_tokens=ANSWER)
+    recurrent = "nemotron" in tiny.text.model_type
+    first, want = cases[0]
+    assert (await ask(engine, first.request("alone", params))).tokens == want
+    for turn in range(2):
+        answers = await asyncio.gather(
+            *(ask(engine, prompt.request(f"{turn}.{i}", params)) for i, (prompt, _) in enumerate(cases))
+        )
+        engine.check()
+        assert [answer.tokens for answer in answers] == [want for _, want in cases]
+        if turn and not recurrent:
+            assert all(a.cached >= len(p.layout) - 8 for a, (p, _) in zip(answers, cases, strict=True))
+    if recurrent:
+        assert not engine.info.block_reuse
+        with pytest.raises(InvalidRequest, match="recurrent"):
+            await ask(engine, first.request("export", params, prefill_only=True))
+        return
+    decode = await make_engine(tiny.path, enable_chunked_prefill=True, max_num_tokens=33, max_tokens=640)
+    for i, (prompt, want) in enumerate(cases):
+        remote, _, _ = await prefill(engine, prompt.request(f"p{i}", params))
+        request = prompt.request(f"d{i}", params, remote_kv=remote, embeddings=())
+        assert (await ask(decode, request)).tokens == want
+
+
+async def test_items_that_attend_in_both_directions_are_not_cut(
+    tmp_path_factory: pytest.TempPathFactory, make_engine: MakeEngine
+) -> None:
+    tiny = Tiny(write_tiny("gemma3", tmp_path_factory.mktemp("gemma3"), {}))
+    rng = np.random.default_rng(0)
+    item = tiny.item(rng, 30, 30)
+    prompt = tiny.prompt([[5, 6, 7], item, [8, 9]])
+    engine = await make_engine(tiny.path, enable_chunked_prefill=True, max_num_tokens=30)
+    params = SamplingParams(max_tokens=1)
+    await ask(engine, prompt.request("a", params))
+    # Another question about the item: all of it is shared. Another item: nothing of it.
+    assert (await ask(engine, tiny.prompt([[5, 6, 7], item, [9]]).request("b", params))).cached == 35
+    other = tiny.item(rng, 30, 30)
+    assert (await ask(engine, tiny.prompt([[5, 6, 7], other, [8]]).request("c", params))).cached <= 4
+    with pytest.raises(InvalidRequest, match="31 tokens that are computed at once"):
+        await ask(engine, tiny.prompt([[5], tiny.item(rng, 31, 31), [8]]).request("d", params))
+
+
+async def test_positions_that_change_with_the_length_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, make_engine: MakeEngine
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    path = write_tiny("llava_next", tmp_path_factory.mktemp("dynamic"), {"rope_parameters": rope})
+    with pytest.raises(ConfigError, match="dynamic rotary positions"):
+        await make_engine(path)
+
+
+def test_attention_that_is_not_implemented_is_refused() -> None:
+    key = torch.zeros(1, 2, 4, 8)
+    attention = PagedAttention(SimpleNamespace(layer_types=["full_attention", "new_attention"]))
+    with pytest.raises(ConfigError, match="softcap"):
+        attention.record(SimpleNamespace(layer_idx=0), key, {"softcap": 30.0})
+    with pytest.raises(ConfigError, match="new_attention"):
+        attention.record(SimpleNamespace(layer_idx=1), key, {})
+    attention.record(SimpleNamespace(layer_idx=0), key, {"sliding_window": None})
+    with pytest.raises(ConfigError, match="differ"):
+        attention.record(SimpleNamespace(layer_idx=0), torch.zeros(1, 4, 4, 8), {})
