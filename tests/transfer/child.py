@@ -32,9 +32,11 @@ WIDTH = 1024
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
-    """uint8 ``[nbytes // WIDTH, WIDTH]`` that differs from every other seed's in most bytes, at every place."""
-    rows = torch.arange(nbytes // WIDTH).view(-1, 1) * 131 + torch.arange(WIDTH).view(1, -1) * 7
-    return ((rows * (2 * seed + 1) + seed * 13) % 251).to(torch.uint8)
+    """uint8 ``[nbytes // WIDTH, WIDTH]`` that differs from other seeds' in most bytes, and from itself elsewhere."""
+    row, column = torch.arange(nbytes // WIDTH).view(-1, 1), torch.arange(WIDTH).view(1, -1)
+    rows = ((row * (2 * seed + 1) + (row >> 8) * 57) % 256).to(torch.uint8)
+    columns = ((column * (4 * seed + 7) + (column >> 6) * 31 + seed * 13) % 256).to(torch.uint8)
+    return rows + columns
 
 
 def checksum(slot: Hold, nbytes: int) -> str:

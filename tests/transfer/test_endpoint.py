@@ -251,18 +251,18 @@ async def test_declined_and_withdrawn_offers_are_over(opened: Opened) -> None:
 
 
 async def test_memory_that_changes_under_a_read_is_thrown_away(opened: Opened) -> None:
-    sender, receiver = await pair(opened, arena_bytes=16 << 20)
+    sender, receiver = await pair(opened, arena_bytes=4 << 20)
     (await receiver.fetch(await make_offer(sender, KB, 0))).release()
     outcomes = set()
     for seed in range(12):
-        ref = await make_offer(sender, 8 << 20, seed)
+        ref = await make_offer(sender, 3 << 20, seed)
         task = asyncio.create_task(receiver.fetch(ref))
         for _ in range(seed % 4):
             await asyncio.sleep(0)
         # The slot is used for other bytes while it is being read.
         sender.withdraw(ref)
-        other = await sender.allocate(16 << 20)
-        other.tensor((16 << 20,), "uint8").fill_(255)
+        other = await sender.allocate(4 << 20)
+        other.tensor((4 << 20,), "uint8").fill_(255)
         other.release()
         try:
             slot = await task
@@ -270,9 +270,9 @@ async def test_memory_that_changes_under_a_read_is_thrown_away(opened: Opened) -
             outcomes.add(error.reason)
         else:
             outcomes.add("ok")
-            assert torch.equal(slot.tensor(ref.shape, "uint8"), pattern(8 << 20, seed))
+            assert torch.equal(slot.tensor(ref.shape, "uint8"), pattern(3 << 20, seed))
             slot.release()
-    assert outcomes <= {"ok", "expired", "generation"} and "ok" != outcomes
+    assert outcomes <= {"ok", "expired", "generation"} and outcomes - {"ok"}
     await rest(receiver)
 
 

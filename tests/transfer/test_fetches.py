@@ -172,7 +172,10 @@ def test_a_read_that_hangs_keeps_its_slot_until_the_data_plane_lets_go() -> None
     fetch = side.begin(peer)
     side.pass_time(10.0)
     assert side.reasons() == ["timeout"] and side.arena.quarantined_bytes == GRANULE
+    # The peer helps until the read is over.
+    assert peer.link.take() == [Reading(fetch.ref.offer, 77)]
     side.fetches.moved(fetch, None)
+    assert peer.link.take() == [Done(fetch.ref.offer, 77)]
     assert side.at_rest() and not side.results
 
 

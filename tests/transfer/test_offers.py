@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.transfer.arena import Arena, Hold
 from dynamo_epd.transfer.config import GRANULE
 from dynamo_epd.transfer.offers import Offers, OfferState, slot_index
@@ -193,7 +194,10 @@ def test_reading_extends_an_offer_and_drives_the_data_plane_until_done() -> None
     side.offers.done(peer, Done(*offer))
     side.offers.done(peer, Done(*offer))
     assert side.record.expected == 0 and side.arena.used_bytes == 0
+    # A read of what has ended must come to its end too, even where it needs help for that.
     side.offers.reading(peer, Reading(*offer), 40.0)
+    assert side.record.expected == 1 and side.states() == (0, 0)
+    side.offers.done(peer, Done(*offer))
     assert side.record.expected == 0
 
 
@@ -202,7 +206,9 @@ def test_a_receiver_that_stopped_while_reading_is_given_up_at_the_deadline() -> 
     offer = side.offer()
     side.offers.reading(peer, Reading(*offer), 1.0)
     side.offers.poll(11.0)
-    assert side.record.expected == 0 and side.arena.used_bytes == 0
+    assert side.arena.used_bytes == 0
+    side.offers.lost(peer)
+    assert side.record.expected == 0
     # What the reader finds when it goes on: another generation.
     assert int(side.arena.memory.table[slot_index(offer[0])]) != offer[1]
 
@@ -254,6 +260,7 @@ def test_clock_jumps() -> None:
     assert side.states() == (1, 0)
     side.offers.reading(peer, Reading(*offer), -1e6)
     side.offers.poll(-1e6 + TIMEOUT)
+    side.offers.done(peer, Done(*offer))
     assert side.states() == (0, 0)
     side.offer(now=100.0)
     side.offers.poll(1e9)
@@ -268,3 +275,14 @@ def test_close_ends_all_offers() -> None:
     assert side.states() == (0, 0) and side.arena.used_bytes == GRANULE
     side.offers.written(side.record.writes[0], "closed")
     assert side.arena.used_bytes == 0
+
+
+def test_reads_at_a_time_are_limited() -> None:
+    side, peer = Offering(), FakePeer()
+    for number in range(4096):
+        side.offers.reading(peer, Reading(number << 24, 1), 0.0)
+    with pytest.raises(TransferError) as caught:
+        side.offers.reading(peer, Reading(1 << 50, 1), 0.0)
+    assert caught.value.reason == "protocol"
+    side.offers.lost(peer)
+    assert side.record.expected == 0

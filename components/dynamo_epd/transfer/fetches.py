@@ -208,6 +208,7 @@ class Fetches:
         """The slot is not in use by this side's copy or read any more."""
         fetch.busy = False
         if fetch.state is FetchState.OVER:
+            self._send(fetch, Done(fetch.ref.offer, fetch.ref.generation))
             self._free(fetch)
         elif error is not None:
             self._fail(fetch, error)
@@ -342,7 +343,8 @@ class Fetches:
         if fetch.source is not None:
             if fetch.granted:
                 self._send(fetch, Cancel(fetch.request))
-            self._send(fetch, Done(fetch.ref.offer, fetch.ref.generation))
+            if not fetch.busy:  # else the peer may have to help until the read is over
+                self._send(fetch, Done(fetch.ref.offer, fetch.ref.generation))
         if fetch.memory is not None and all(f.state is FetchState.OVER for f in self._sharing(fetch.memory)):
             self._arena.forget(fetch.memory)
         for watcher in watchers:

@@ -11,12 +11,14 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..contract.errors import TransferError
 from .arena import Hold
 from .config import GRANULE
 from .control import Link
 from .protocol import Cancel, Check, Checked, Done, Ended, Hello, Message, Outcome, Pull, Reading
 
 _INDEX_BITS = 24
+_MAX_READS = 4096
 
 
 def offer_number(sequence: int, index: int) -> int:
@@ -46,7 +48,6 @@ class Offer:
     """One slot that a receiver may take.
 
     Attributes:
-        reading: the data plane makes progress for the receiver's reads.
         writing: a write for it is under way; there is one at a time.
         checked: its checksum was asked for; once is enough, and more would be work that anybody can order.
     """
@@ -57,7 +58,6 @@ class Offer:
     deadline: float
     state: OfferState = OfferState.OPEN
     receiver: Receiver | None = None
-    reading: bool = False
     writing: bool = False
     checked: bool = False
 
@@ -113,6 +113,7 @@ class Offers:
         # Deadlines only grow within each state, so the first of each is the next to end.
         self._offers: dict[OfferState, dict[int, Offer]] = {state: {} for state in OfferState}
         self._writes: dict[tuple[str, int], Write] = {}
+        self._reads: dict[Receiver, dict[int, int]] = {}  # offers under way, with their bytes, until the receiver is done
         self._newest: dict[Receiver, int] = {}  # the highest request of each receiver that was begun or cancelled
         self.expired = 0
 
@@ -184,9 +185,13 @@ class Offers:
         offer, _ = self._find(receiver, message.offer, message.generation)
         if offer is not None:
             self._serve(offer, receiver, now)
-            if not offer.reading:
-                offer.reading = True
-                self._effects.expect(offer.nbytes, True)
+        # Where reads need this side's help, one of an offer that has ended must come to its end as well.
+        reads = self._reads.setdefault(receiver, {})
+        if message.offer not in reads:
+            if len(reads) >= _MAX_READS:
+                raise TransferError("protocol", f"{len(reads)} reads at a time")
+            reads[message.offer] = offer.nbytes if offer is not None else 0
+            self._effects.expect(reads[message.offer], True)
 
     def cancel(self, receiver: Receiver, message: Cancel) -> None:
         self._newest[receiver] = max(message.request, self._newest.get(receiver, -1))
@@ -218,10 +223,15 @@ class Offers:
         offer, _ = self._find(receiver, message.offer, message.generation)
         if offer is not None:
             self._end(offer)
+        nbytes = self._reads.get(receiver, {}).pop(message.offer, None)
+        if nbytes is not None:
+            self._effects.expect(nbytes, False)
 
     def lost(self, receiver: Receiver) -> None:
         """The receiver's link is gone: what it was taking ends."""
         self._newest.pop(receiver, None)
+        for nbytes in self._reads.pop(receiver, {}).values():
+            self._effects.expect(nbytes, False)
         for offer in [o for o in self._offers[OfferState.SERVING].values() if o.receiver is receiver]:
             self._end(offer)
         for write in [w for w in self._writes.values() if w.receiver is receiver]:
@@ -261,6 +271,4 @@ class Offers:
 
     def _end(self, offer: Offer) -> None:
         del self._offers[offer.state][offer.number]
-        if offer.reading:
-            self._effects.expect(offer.nbytes, False)
         offer.slot.release()
