@@ -114,6 +114,7 @@ class Stack:
             "DYN_EVENT_PLANE": "zmq",
             "DYN_TCP_RPC_HOST": "127.0.0.1",
             "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
             "DYN_LOG": os.environ.get("DYN_LOG", "warn"),
             "DYN_SELF_HOST_METADATA": "0",
             "DYN_EPD_TRANSFER_HOST": "127.0.0.1",

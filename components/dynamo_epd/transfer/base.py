@@ -52,6 +52,11 @@ class Transfer(Protocol):
         """
         ...
 
+    @property
+    def offering(self) -> bool:
+        """Whether anything is offered that is neither taken nor expired."""
+        ...
+
     def withdraw(self, ref: TensorRef) -> None:
         """End an offer of this process early. Safe when it has ended already."""
         ...

@@ -125,6 +125,10 @@ class Endpoint:
         self._arm()
         return TensorRef(self.address, self.agent, number, allocation.generation, digest, shape, dtype)
 
+    @property
+    def offering(self) -> bool:
+        return self.offers.busy
+
     def withdraw(self, ref: TensorRef) -> None:
         if ref.agent == self.agent:
             self.offers.withdraw(ref.offer)

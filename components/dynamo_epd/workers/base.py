@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from dynamo._core.backend import EngineMetrics  # type: ignore[import-not-found]
 
 
+_DRAIN_TICK = 0.05
+
+
 class EpdWorker(LLMEngine):
     """Base of the three kinds of worker. Subclasses implement ``open``, ``serve`` and ``shut``."""
 
@@ -67,8 +70,19 @@ class EpdWorker(LLMEngine):
             step.cancel()
         await self.shut()
         if self.transfer is not None:
+            await self._drain(self.transfer)
             await self.transfer.close()
             self.transfer = None
+
+    async def is_quiescent(self) -> bool:
+        """Whether nobody waits for what this worker has: Dynamo may end it."""
+        return not self._steps and (self.transfer is None or not self.transfer.offering)
+
+    async def _drain(self, transfer: Transfer) -> None:
+        """Keep what is offered until it is taken or its time to live is over."""
+        end = asyncio.get_running_loop().time() + self.args.transfer.offer_ttl
+        while transfer.offering and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(_DRAIN_TICK)
 
     async def abort(self, context: Context) -> None:
         step = self._steps.get(_id(context))
