@@ -381,6 +381,13 @@ async def test_events_tell_exactly_what_can_be_reused(toy: Toy, pictures: list[I
     for i in range(2, 8):
         await ask(engine, toy.prompt([text(i, 70)]).request(str(i), ONE))
     assert not set(chain) & set(known)
+    # Where the router has no id for some token, it is told of the blocks before that one.
+    before = set(known)
+    await ask(engine, prompt.request("c", ONE, routing_token_ids=np.where(np.arange(len(routing)) < 30, routing, -1)))
+    told = [tokens for block, (_, tokens) in known.items() if block not in before]
+    assert told == [tuple(routing[i : i + 8].tolist()) for i in range(0, 24, 8)]
+    for i in range(8, 14):
+        await ask(engine, toy.prompt([text(i, 70)]).request(str(i), ONE))
     # Without the router's ids of the media, only what stands before the first item is known to it.
     before = set(known)
     await ask(engine, prompt.request("b", ONE))

@@ -66,7 +66,8 @@ class RemoteKV:
         first_logprob: its ``Logprob``, when asked for.
         fetch: ``await fetch(first_block)`` gives the tensor ``[blocks - first_block, layers, 2, kv_heads,
             tokens_per_block, head_dim]`` (KV dtype); the engine calls it once, after it has pinned the blocks before
-            ``first_block`` that it holds already. Raises ``TransferError``.
+            ``first_block`` that it holds already, and not at all where it holds every block or where ``first_token``
+            ends the answer. Raises ``TransferError``.
     """
 
     num_tokens: int

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import logging as hf_logging
 
 from ...contract.errors import ConfigError
 from .attention import NAME, PagedAttention, paged_attention
@@ -143,12 +144,20 @@ def _load(cls: Any, model_dir: Path, config: Any, text: Any, dtype: str) -> Any:
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigError(f"dtype {dtype!r} is not auto or the name of a torch dtype")
     _without_towers(config, text)
+    # The weights of the towers are not wanted, and a report on each of them would bury everything else.
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
     try:
         model, report = cls.from_pretrained(
             model_dir, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ConfigError(f"{model_dir} cannot be loaded: {error}") from error
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if missing:
         raise ConfigError(f"{model_dir} has no weights, or of another shape, for {', '.join(missing[:5])}")
