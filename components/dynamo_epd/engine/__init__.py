@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..contract.errors import ConfigError
@@ -15,19 +14,28 @@ if TYPE_CHECKING:
 _KINDS = ("reference", "trtllm")
 
 
+def resolve(kind: str) -> str:
+    """``auto`` as what it stands for: ``trtllm`` where TensorRT-LLM imports and there is a GPU, else ``reference``.
+
+    Raises:
+        ConfigError: there is no such engine.
+    """
+    if kind == "auto":
+        return "trtllm" if import_module(".trtllm", __name__).usable() else "reference"
+    if kind not in _KINDS:
+        raise ConfigError(f"there is no engine {kind!r}; there are auto, {', '.join(_KINDS)}")
+    return kind
+
+
 def create_engine(kind: str, **options: Any) -> Engine:
     """An engine that is not started yet.
 
     Args:
-        kind: ``reference``, ``trtllm``, or ``auto``: TensorRT-LLM where it is installed, else the reference engine.
+        kind: as for ``resolve``.
         options: ``model_dir``, ``config_file``, ``overrides``, ``keys``, ``device``, ``dtype``; see the engine's
             ``create``.
 
     Raises:
         ConfigError: the engine is not there, or refuses an option.
     """
-    if kind == "auto":
-        kind = "trtllm" if find_spec("tensorrt_llm") is not None else "reference"
-    if kind not in _KINDS:
-        raise ConfigError(f"there is no engine {kind!r}; there are {', '.join(_KINDS)}")
-    return import_module(f".{kind}", __name__).create(**options)
+    return import_module(f".{resolve(kind)}", __name__).create(**options)

@@ -25,6 +25,7 @@ from PIL import Image
 from .. import models
 from ..contract.digest import prompt_digest, value_digest
 from ..contract.handoff import HANDOFF_VERSION, Handoff, ItemHandoff, Modality, to_json_object
+from ..doctor import startup_checks
 from ..media.embedding import PrecomputedEmbedding
 from ..media.fetch import fetch
 from ..media.limits import MediaLimits
@@ -49,6 +50,7 @@ class EncodeWorker(EpdWorker):
         a = self.args
         if self.transfer is None:
             raise RuntimeError("open() before the transfer layer")
+        await asyncio.to_thread(startup_checks, engine="none", model=a.model)
         self._policy = UrlValidationPolicy.from_env()
         if a.allowed_local_media_path is not None:
             self._policy = UrlValidationPolicy(

@@ -21,7 +21,8 @@ from ..contract.errors import InvalidRequest, Unavailable
 from ..contract.handoff import (
     Handoff,
 )
-from ..engine import create_engine
+from ..doctor import startup_checks
+from ..engine import create_engine, resolve
 from ..engine.base import Engine, EngineInfo, EngineOutput, EngineRequest
 from ..models.base import Family
 from ..transfer.base import Transfer
@@ -53,9 +54,13 @@ class LanguageWorker(EpdWorker):
         a = self.args
         if self.transfer is None:
             raise RuntimeError("open() before the transfer layer")
+        kind = resolve(a.engine)
+        await asyncio.to_thread(
+            startup_checks, engine=kind, model=a.model, engine_args=a.engine_args, overrides=a.engine_overrides
+        )
         family = await asyncio.to_thread(models.load, a.model, tower=False)
         self._engine: Engine = create_engine(
-            a.engine,
+            kind,
             model_dir=a.model,
             config_file=a.engine_args,
             overrides=a.engine_overrides,
