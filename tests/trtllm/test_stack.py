@@ -30,15 +30,18 @@ def plain():
     return PlainTransformers(TOY_MODEL)
 
 
-@pytest.fixture(scope="module", params=[(v, t) for v in VARIANTS for t in ("e-p-d", "e-pd")], ids="-".join)
+STACKS = [(v, t, "hf") for v in VARIANTS for t in ("e-p-d", "e-pd")] + [("seven", "e-p-d", "trtllm")]
+
+
+@pytest.fixture(scope="module", params=STACKS, ids="-".join)
 def stack(request, tmp_path_factory):
-    variant, topology = request.param
+    variant, topology, encoder = request.param
     services = epd_services(
         TOY_MODEL,
         MODEL,
         topology=topology,
         engine_args=("--engine", "trtllm", "--override-engine-args", json.dumps(ENGINE), "--publish-kv-events"),
-        encode_args=("--multimodal-embedding-cache-capacity-gb", "0.05"),
+        encode_args=("--encoder", encoder, "--multimodal-embedding-cache-capacity-gb", "0.05"),
     )
     env = {
         "PYTHONPATH": f"{STANDIN}:{COMPONENTS}",

@@ -45,6 +45,7 @@ class WorkerArgs:
     max_items: int
     encode_threads: int
     encode_batch_items: int
+    encoder: Literal["hf", "trtllm"]
     embedding_cache_bytes: int
     isolate_embedding_cache_by_salt: bool
     transfer: TransferConfig
@@ -99,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     g.add_argument("--allowed-local-media-path", metavar="DIR", help="allow file: URLs below this directory")
     g.add_argument("--max-file-size-mb", type=float, default=50.0)
     g.add_argument("--max-media-items", type=int, default=32, help="media items in one request")
+    g.add_argument(
+        "--encoder", choices=["hf", "trtllm"], default="hf", help="transformers' encoder, or TensorRT-LLM's own"
+    )
     g.add_argument("--encode-threads", type=int, default=min(4, os.cpu_count() or 1), help="decode and preprocess")
     g.add_argument("--encode-batch-items", type=int, default=16, help="items that one encoder call takes")
     g.add_argument("--isolate-embedding-cache-by-salt", action="store_true")
@@ -153,6 +157,7 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
         max_items=a.max_media_items,
         encode_threads=max(1, a.encode_threads),
         encode_batch_items=max(1, a.encode_batch_items),
+        encoder=a.encoder,
         embedding_cache_bytes=cache,
         isolate_embedding_cache_by_salt=a.isolate_embedding_cache_by_salt,
         transfer=transfer,

@@ -24,8 +24,10 @@ from PIL import Image
 
 from .. import models
 from ..contract.digest import prompt_digest, value_digest
+from ..contract.errors import InvalidRequest
 from ..contract.handoff import HANDOFF_VERSION, Handoff, ItemHandoff, Modality, to_json_object
 from ..doctor import startup_checks
+from ..engine.trtllm.encoder import EncoderItem, TrtllmEncoder
 from ..media.embedding import PrecomputedEmbedding
 from ..media.fetch import fetch
 from ..media.limits import MediaLimits
@@ -59,15 +61,22 @@ class EncodeWorker(EpdWorker):
                 allowed_local_path=str(a.allowed_local_media_path.resolve()),
             )
         self._limits = MediaLimits(max_file_size_bytes=a.max_file_size, max_items=a.max_items)
+        own = a.encoder == "hf"
         self._family: Family = await asyncio.to_thread(
-            models.load, a.model, tower=True, device=a.device, dtype=None if a.dtype == "auto" else a.dtype
+            models.load, a.model, tower=own, device=a.device, dtype=None if a.dtype == "auto" else a.dtype
         )
+        self._trtllm: TrtllmEncoder | None = None
+        if not own:
+            self._trtllm = TrtllmEncoder(a.model, a.engine_args, a.engine_overrides)
+            await self._trtllm.start()
         self._threads = ThreadPoolExecutor(a.encode_threads, thread_name_prefix="media")
         self._batcher = EncodeBatcher(self._family.encode, a.encode_batch_items)
         self._cache = EmbeddingCache(self.transfer, enabled=a.embedding_cache_bytes > 0)
         return EngineConfig(model=str(a.model), served_model_name=a.served_model_name)
 
     async def shut(self) -> None:
+        if (trtllm := getattr(self, "_trtllm", None)) is not None:
+            await trtllm.stop()
         if (batcher := getattr(self, "_batcher", None)) is not None:
             batcher.close()
         if (threads := getattr(self, "_threads", None)) is not None:
@@ -107,7 +116,10 @@ class EncodeWorker(EpdWorker):
         counts = Counter(ref.modality for ref in ordered)
         options = family.request_options(counts, request.get("mm_processor_kwargs") or {})
         salt = (request.get("routing") or {}).get("cache_salt") if self.args.isolate_embedding_cache_by_salt else None
-        tasks = [asyncio.ensure_future(self._item(ref, options, salt, seen)) for ref in ordered]
+        tasks = [
+            asyncio.ensure_future(self._item(ref, token_ids[start : start + length], options, salt, seen))
+            for ref, (start, length, _) in zip(ordered, places, strict=True)
+        ]
         try:
             found = await asyncio.gather(*tasks)
         except BaseException:
@@ -142,9 +154,19 @@ class EncodeWorker(EpdWorker):
         return Handoff(HANDOFF_VERSION, family.identity, tuple(items), replacements, prompt_digest(token_ids))
 
     async def _item(
-        self, ref: MediaReference, options: Mapping[str, Any], salt: str | None, seen: Observation
+        self,
+        ref: MediaReference,
+        placeholder: Sequence[int],
+        options: Mapping[str, Any],
+        salt: str | None,
+        seen: Observation,
     ) -> tuple[str, str, Encoded]:
-        """(content digest, cache key, embedding) of one item. Decodes and encodes only what is not known."""
+        """(content digest, cache key, embedding) of one item. Decodes and encodes only what is not known.
+
+        Args:
+            placeholder: the ids that stand for the item in the unexpanded prompt.
+            salt: of the tenant, where tenants must not see each other's embeddings in the time that they take.
+        """
         family, limits = self._family, self._limits
         with seen.stage("fetch"):
             data = await fetch(ref.url, policy=self._policy, limits=limits, label=ref.label)
@@ -156,8 +178,8 @@ class EncodeWorker(EpdWorker):
             work: Callable[[], Awaitable[Encoded]] = partial(self._take, ref, given, options)
         else:
             with seen.stage("digest"):
-                digest = await self._in_thread(media_items.digest, family, ref, data, options)
-            work = partial(self._encode, ref, data, options, seen)
+                digest = await self._in_thread(media_items.digest, family, ref, data, options, self.args.encoder)
+            work = partial(self._encode, ref, data, options, placeholder, seen)
 
         async def make() -> Encoded:
             nonlocal made
@@ -169,13 +191,26 @@ class EncodeWorker(EpdWorker):
         seen.item(ref.modality, "kept" if not made else "file" if ref.kind == "embedding" else "encoded")
         return digest, key, encoded
 
-    async def _encode(self, ref: MediaReference, data: bytes, options: Mapping[str, Any], seen: Observation) -> Encoded:
+    async def _encode(
+        self,
+        ref: MediaReference,
+        data: bytes,
+        options: Mapping[str, Any],
+        placeholder: Sequence[int],
+        seen: Observation,
+    ) -> Encoded:
         """Decode, preprocess and encode one item into the arena; the caller owns the holds."""
         with seen.stage("decode"):
-            prepared = await self._in_thread(media_items.prepare, self._family, ref, data, options, self._limits)
+            media, prepared = await self._in_thread(media_items.prepare, self._family, ref, data, options, self._limits)
         parts = prepared.parts or (prepared,)
         with seen.stage("encode"):
-            tensors = await asyncio.gather(*(self._batcher.submit(part) for part in parts))
+            if self._trtllm is None:
+                tensors = await asyncio.gather(*(self._batcher.submit(part) for part in parts))
+            elif prepared.parts:
+                raise InvalidRequest("--encoder trtllm takes no video with its own sound", item=ref.label)
+            else:
+                item = EncoderItem(ref.modality, media.data, tuple(placeholder), prepared.rows, options)
+                tensors = await self._trtllm.encode([item])
         pruned = [self._family.prune(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
         expansion = prepared.expansion if prepared.parts else pruned[0][0].expansion
         return await self._store(expansion, pruned)
@@ -212,7 +247,7 @@ class EncodeWorker(EpdWorker):
         buffer = io.BytesIO()
         Image.new("RGB", (64, 64), (120, 60, 30)).save(buffer, "PNG")
         ref = MediaReference("image", 0, "canary", "")
-        encoded = await self._encode(ref, buffer.getvalue(), {}, seen)
+        encoded = await self._encode(ref, buffer.getvalue(), {}, (), seen)
         encoded.release()
         return Handoff(HANDOFF_VERSION, self._family.identity)
 

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def digest(family: Family, ref: MediaReference, data: bytes, options: Mapping[str, Any]) -> str:
+def digest(family: Family, ref: MediaReference, data: bytes, options: Mapping[str, Any], encoder: str = "hf") -> str:
     """The content digest of an item from its source bytes, before anything else is done with them.
 
     Args:
         options: of the request, as ``Family.request_options`` gives them.
+        encoder: whose implementation of the encoder it is.
 
     Raises:
         InvalidRequest: an option that the processor does not know.
@@ -33,6 +34,7 @@ def digest(family: Family, ref: MediaReference, data: bytes, options: Mapping[st
         modality=ref.modality,
         payload=data,
         model=family.identity,
+        encoder=encoder,
         options=family.resolved_options(ref.modality, options),
         alpha_background=ALPHA_BACKGROUND if ref.modality == "image" else None,
         uuid=ref.uuid,
@@ -81,10 +83,11 @@ def decode(family: Family, ref: MediaReference, data: bytes, options: Mapping[st
 
 def prepare(
     family: Family, ref: MediaReference, data: bytes, options: Mapping[str, Any], limits: MediaLimits
-) -> Prepared:
+) -> tuple[Media, Prepared]:
     """Decode and preprocess one item; raises ``InvalidRequest`` with the item's label."""
     try:
-        return family.prepare(decode(family, ref, data, options, limits), options)
+        media = decode(family, ref, data, options, limits)
+        return media, family.prepare(media, options)
     except InvalidRequest as error:
         raise _labelled(error, ref) from error
 
