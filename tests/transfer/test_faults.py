@@ -22,7 +22,7 @@ MB = 1 << 20
 LARGE = 24 * MB
 """More than the sockets' buffers hold, so that a stopped peer stops the transfer."""
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.0
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 TCP_WAYS = ["read", "write"]
 
@@ -58,7 +58,7 @@ async def revive(child: Child, number: int, spawn: Spawn, config: dict[str, obje
 
 def settings(way: str) -> dict[str, object]:
     tls = "" if way == "map" else "tcp"
-    return {"mode": way, "tls": tls, "timeout": TIMEOUT_S, "offer_ttl": 3.0, "verify_transfers": True}
+    return {"mode": way, "tls": tls, "timeout": TIMEOUT_S, "offer_ttl": 2.0, "verify_transfers": True}
 
 
 @pytest.mark.parametrize("number", SIGNALS)

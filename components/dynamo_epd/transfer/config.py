@@ -45,7 +45,7 @@ class TransferConfig:
 
     host: str = "auto"
     port: int = 0
-    arena_bytes: int = 1 << 30
+    arena_bytes: int = 512 << 20
     kind: Kind = "host"
     device: int = 0
     offer_ttl: float = 30.0

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What strangers may send to a real endpoint, and that nobody else is hurt by it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from dynamo_epd.contract.errors import TransferError
+from dynamo_epd.contract.handoff import TensorRef
+from dynamo_epd.transfer import Endpoint
+from dynamo_epd.transfer.memory import machine_id
+from dynamo_epd.transfer.protocol import (
+    MAX_FRAME_BYTES,
+    AnyMessage,
+    Cancel,
+    Check,
+    Checked,
+    Done,
+    Ended,
+    Framer,
+    Hello,
+    Message,
+    Pull,
+    Reading,
+    Wire,
+    encode,
+)
+
+from .child import WIDTH, make_offer, pattern
+from .conftest import Opened, rest
+
+KB = 1 << 10
+
+
+def hello(**change: object) -> Hello:
+    fields = {
+        "agent": "stranger",
+        "machine": machine_id(),
+        "pid": 1,
+        "fd": 0,
+        "kind": "host",
+        "device": 0,
+        "size": 1 << 20,
+        "base": 1 << 40,
+        "table_base": 1 << 39,
+        "nonce": bytes(16),
+        "metadata": b"",
+    }
+    return Hello(**{**fields, **change})  # type: ignore[arg-type]
+
+
+class Stranger:
+    """A raw connection to an endpoint."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader = reader
+        self.writer = writer
+        self._framer = Framer()
+        self._messages: list[AnyMessage] = []
+
+    @classmethod
+    async def connect(cls, address: str, greet: bool = True) -> Stranger:
+        host, _, port = address.rpartition(":")
+        stranger = cls(*await asyncio.open_connection(host, int(port)))
+        if greet:
+            stranger.send(hello())
+            assert isinstance(await stranger.next(), Hello)
+        return stranger
+
+    def send(self, *messages: Message | bytes) -> None:
+        for message in messages:
+            self.writer.write(message if isinstance(message, bytes) else encode(message))
+
+    async def next(self) -> AnyMessage:
+        while not self._messages:
+            data = await asyncio.wait_for(self.reader.read(1 << 16), 30)
+            if not data:
+                raise EOFError
+            self._messages += self._framer.feed(data)
+        return self._messages.pop(0)
+
+    async def ended(self) -> bool:
+        """Whether the endpoint closed the connection without another word."""
+        try:
+            return await self.next() is None
+        except (EOFError, ConnectionError):
+            return True
+
+
+async def still_good(sender: Endpoint, receiver: Endpoint) -> None:
+    slot = await receiver.fetch(await make_offer(sender, 64 * KB, 9))
+    assert torch.equal(slot.tensor((64, WIDTH), "uint8"), pattern(64 * KB, 9))
+    slot.release()
+    await rest(receiver)
+    await rest(sender)
+
+
+def frame(body: bytes, version: int = 1) -> bytes:
+    return (len(body) + 1).to_bytes(4, "little") + bytes((version,)) + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        frame(b"\x01", version=2),
+        frame(b"\xc1"),
+        (MAX_FRAME_BYTES + 1).to_bytes(4, "little") + b"\x01",
+        encode(Pull(1, 2, 3, 4, 5, 6)),
+        encode(hello()) + encode(hello()),
+        encode(hello()) + encode(Ended(1, "written")),
+        encode(hello()) + encode(Checked(1, b"")),
+        encode(hello()) + frame(b"\x92\xa4Pull\x01"),
+    ],
+    ids=["http", "version", "malformed", "oversized", "no hello", "two hellos", "ended", "checked", "short"],
+)
+async def test_what_cannot_be_understood_ends_the_link_and_nothing_else(opened: Opened, data: bytes) -> None:
+    sender, receiver = await opened(mode="map"), await opened(mode="map")
+    await still_good(sender, receiver)
+    stranger = await Stranger.connect(sender.address, greet=False)
+    stranger.send(data)
+    while not await stranger.ended():
+        pass
+    await still_good(sender, receiver)
+
+
+async def test_stale_duplicate_and_reordered_messages(opened: Opened) -> None:
+    sender, receiver = await opened(mode="map"), await opened(mode="map")
+    stranger = await Stranger.connect(sender.address)
+    ref = await make_offer(sender, KB, 1)
+    number, generation = ref.offer, ref.generation
+    # About offers that were never made, or are another generation's: nothing happens, or it is refused.
+    stranger.send(Done(12345, 1), Done(number, generation + 1), Cancel(3))
+    assert await stranger.next() == Ended(3, "cancelled")
+    stranger.send(Pull(2, number, generation, 0, KB, 0), Pull(3, number, generation, 0, KB, 0))
+    stranger.send(Check(1, number, generation + 1, 0, KB))
+    # Both pulls are older than what was cancelled.
+    assert await stranger.next() == Checked(1, b"")
+    stranger.send(Pull(4, number, generation + 1, 0, KB, 0), Pull(5, number + (1 << 24), generation, 0, KB, 0))
+    outcomes = [await stranger.next(), await stranger.next()]
+    assert [(m.request, m.outcome) for m in outcomes if isinstance(m, Ended)] == [(4, "generation"), (5, "expired")]
+    # This endpoint has no data plane to write with.
+    stranger.send(Pull(6, number, generation, 0, KB, 0), Wire(1, True))
+    assert [await stranger.next(), await stranger.next()] == [
+        Ended(6, "cancelled", "cancelled"),
+        Wire(1, False, f"{sender.agent} runs without NIXL"),
+    ]
+    stranger.send(
+        Done(number, generation), Done(number, generation), Reading(number, generation), Done(number, generation)
+    )
+    await rest(sender)
+    await still_good(sender, receiver)
+
+
+async def test_a_stranger_that_leaves_takes_its_offers_with_it(opened: Opened) -> None:
+    sender, receiver = await opened(mode="map"), await opened(mode="map")
+    stranger = await Stranger.connect(sender.address)
+    ref = await make_offer(sender, KB, 1)
+    stranger.send(Reading(ref.offer, ref.generation), Check(1, ref.offer, ref.generation, 0, KB))
+    assert isinstance(await stranger.next(), Checked)
+    stranger.writer.close()
+    await still_good(sender, receiver)
+
+
+async def test_a_stranger_that_says_nothing_is_shown_out(opened: Opened) -> None:
+    sender = await opened(mode="map", timeout=0.1)
+    stranger = await Stranger.connect(sender.address, greet=False)
+    assert await stranger.ended()
+
+
+class Impostor:
+    """Listens, and answers every connection with what it was told to."""
+
+    def __init__(self, *answers: Message | bytes):
+        self.answers = answers
+
+    async def __aenter__(self) -> Impostor:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        for answer in self.answers:
+            writer.write(answer if isinstance(answer, bytes) else encode(answer))
+        while await reader.read(1 << 16):
+            pass
+        writer.close()
+
+    def ref(self, agent: str = "stranger") -> TensorRef:
+        return TensorRef(self.address, agent, 1 << 24, 1, "digest", (4, KB), "uint8")
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ((), "timeout"),
+        ((b"220 smtp ready\r\n",), "protocol"),
+        ((frame(b"x", version=7),), "protocol"),
+        ((Done(1, 2),), "protocol"),
+        ((hello(), Pull(1, 2, 3, 4, 5, 6)), "protocol"),
+        ((hello(machine="elsewhere"),), "protocol"),
+        ((hello(pid=1 << 40),), "protocol"),
+        ((hello(agent="another", machine="elsewhere"),), "protocol"),
+    ],
+)
+async def test_an_impostor_gives_a_typed_error(
+    opened: Opened, answers: tuple[Message | bytes, ...], reason: str
+) -> None:
+    receiver = await opened(mode="map", timeout=0.5)
+    async with Impostor(*answers) as impostor:
+        with pytest.raises(TransferError) as caught:
+            await receiver.fetch(impostor.ref(), timeout=5.0)
+        assert caught.value.reason == reason
+        await rest(receiver)
+
+
+async def test_metadata_that_is_not_nixls(opened: Opened) -> None:
+    receiver = await opened(mode="write", timeout=2.0)
+    async with Impostor(hello(metadata=b"no metadata")) as impostor:
+        with pytest.raises(TransferError, match="cannot connect the data plane") as caught:
+            await receiver.fetch(impostor.ref())
+        assert caught.value.reason == "peer_lost"
+    await rest(receiver)
+
+
+async def test_another_agents_metadata(opened: Opened) -> None:
+    receiver, other = await opened(mode="write", timeout=2.0), await opened(mode="write")
+    stolen = other.links._hello.metadata
+    async with Impostor(hello(metadata=stolen)) as impostor:
+        with pytest.raises(TransferError, match="came from") as caught:
+            await receiver.fetch(impostor.ref())
+        assert caught.value.reason == "peer_lost"
+    await still_good(other, receiver)
