@@ -65,12 +65,17 @@ class Output:
 
 
 class LineReader(asyncio.Protocol):
-    """Cuts what a process writes into lines. One longer than 64 KiB is cut in pieces."""
+    """Cuts what a process writes into lines. One longer than 64 KiB is cut in pieces.
+
+    Attributes:
+        done: set when the last line is out.
+    """
 
     def __init__(self, name: str, output: Output):
         self._name = name
         self._output = output
         self._rest = b""
+        self.done = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -84,6 +89,7 @@ class LineReader(asyncio.Protocol):
         if self._rest:
             self._output.lines(self._name, [self._rest])
             self._rest = b""
+        self.done.set()
 
 
 def _paint(text: str, name: str | None) -> str:

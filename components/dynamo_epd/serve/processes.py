@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -126,16 +125,6 @@ def guard() -> Path | int:
             signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
-
-
-def read_all(pipe: IO[bytes]) -> bytes:
-    """What a pipe still holds, without waiting for more."""
-    os.set_blocking(pipe.fileno(), False)
-    parts = []
-    with contextlib.suppress(BlockingIOError):
-        while part := os.read(pipe.fileno(), 1 << 16):
-            parts.append(part)
-    return b"".join(parts)
 
 
 def _wait_for(child: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -54,7 +55,8 @@ class Policy:
 class _Child:
     process: subprocess.Popen[bytes]
     ended: asyncio.Future[int]
-    reader: asyncio.ReadTransport | None = None
+    lines: LineReader
+    pipe: asyncio.Task[tuple[asyncio.ReadTransport, LineReader]]
 
 
 @dataclass
@@ -146,11 +148,9 @@ class Supervisor:
             self.output.say(f"{instance.name}: {error}")
             return None
         loop = asyncio.get_running_loop()
-        child = self._children[instance.name] = _Child(process, loop.create_future())
-        connected = loop.create_task(
-            loop.connect_read_pipe(lambda: LineReader(instance.name, self.output), process.stdout)
-        )
-        connected.add_done_callback(lambda task: setattr(child, "reader", task.result()[0]))
+        lines = LineReader(instance.name, self.output)
+        pipe = loop.create_task(loop.connect_read_pipe(lambda: lines, process.stdout))
+        child = self._children[instance.name] = _Child(process, loop.create_future(), lines, pipe)
         # It may have ended before its pid was known here.
         self._reap()
         return child
@@ -240,12 +240,11 @@ class Supervisor:
 
     async def _drain(self, child: _Child) -> None:
         """Let the last lines through, but don't wait for a pipe that somebody else still holds open."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + _DRAIN
-        while child.reader is not None and not child.reader.is_closing() and loop.time() < end:
-            await asyncio.sleep(0.01)
-        if child.reader is not None:
-            child.reader.close()
+        transport, _ = await child.pipe
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(child.lines.done.wait(), _DRAIN)
+        transport.close()
+        await child.lines.done.wait()
 
 
 def _how(code: int) -> str:
