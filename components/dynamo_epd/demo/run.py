@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..serve.client import Answer, chat, user
-from ..serve.stack import Stack, epd_services
+from ..serve.stack import Stack, StackError, epd_services
 from .scenario import RED, Ask, Part, scenario
 from .toy_data import COLOUR, TOY_MODEL, Picture
 
@@ -79,7 +80,11 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report: dict[str, Any] = {}
     for keys in ("exact", "placeholder"):
-        outcomes = _run_stack(args, keys, console)
+        try:
+            outcomes = _run_stack(args, keys, console)
+        except StackError as error:
+            print(error, file=sys.stderr)
+            return 1
         console.print(_table(outcomes, keys, args.topology))
         report[keys] = {
             "requests": [asdict(outcome) for outcome in outcomes],

@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from ..contract.errors import EpdError
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class StackError(EpdError):
@@ -158,9 +160,11 @@ class Stack:
     def log_path(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def log_tail(self, name: str, lines: int = 25) -> str:
+    def log_tail(self, name: str, lines: int = 12, width: int = 300) -> str:
+        """The last lines of a log without colours, long ones cut."""
         path = self.log_path(name)
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+        text = path.read_text(errors="replace") if path.exists() else ""
+        return "\n".join(line[:width] for line in _COLOUR.sub("", text).splitlines()[-lines:])
 
     def metrics(self, name: str) -> dict[str, float]:
         """The samples of a worker's ``/metrics``, by name and labels as they are written there."""
