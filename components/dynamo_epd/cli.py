@@ -30,6 +30,7 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "demo": Command("demo.run", "start a frontend and workers here, ask about images, check every answer"),
     "serve": Command("commands.serve", "run a graph of services on this host, or this host's part of it"),
+    "plan": Command("commands.plan", "size a deployment: numbers of workers and arenas from measured stage times"),
     "doctor": Command(
         "commands.doctor", "check this machine, the model and the engine, with a remedy for each problem"
     ),
