@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of which family: prompts by name, each for any seed, so that the same prompt has other content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_epd.models import Media
+
+from .media_files import audio, image, video
+
+Part = str | Media
+
+TAKES: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("gemma3", "llama4", "llava_next", "mistral3", "pixtral"), frozenset({"image"})),
+    **dict.fromkeys(
+        ("cosmos3_edge", "cosmos3_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
+        frozenset({"image", "video"}),
+    ),
+    **dict.fromkeys(
+        ("nemotron_h_omni", "nemotron_h_omni_videotok", "qwen2_5_omni", "qwen3_omni_moe"),
+        frozenset({"image", "video", "audio"}),
+    ),
+    "phi4_multimodal": frozenset({"image", "audio"}),
+    "qwen2_audio": frozenset({"audio"}),
+}
+"""Tiny model -> the modalities that its family takes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt.
+
+    Attributes:
+        parts: seed -> text and media in order.
+        kwargs: ``mm_processor_kwargs``.
+        plain: the same for transformers' processor, by section.
+    """
+
+    parts: Callable[[int], Sequence[Part]]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+    def media(self, seed: int) -> list[Media]:
+        return [part for part in self.parts(seed) if isinstance(part, Media)]
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        return frozenset(item.modality for item in self.media(0))
+
+
+ALONE: dict[str, Case] = {
+    "image": Case(lambda s: ["Look at this: ", image(s), "What is it?"]),
+    "video": Case(lambda s: [video(s), "What happens?"]),
+    "audio": Case(lambda s: ["Listen: ", audio(s), "What is said?"]),
+}
+MIXED: dict[str, Case] = {
+    "image-image": Case(lambda s: [image(s), "and a tall one, ", image(s + 1, 60, 110), ". Compare."]),
+    "image-image-touching": Case(lambda s: [image(s), image(s + 1)]),
+    "video-image-video": Case(
+        lambda s: ["First ", video(s), "then", image(s + 1), " and ", video(s + 2, 6, 2.0, (80, 64)), "What changed?"]
+    ),
+    "audio-audio": Case(lambda s: [audio(s), "vs ", audio(s + 1, 2.7), "?"]),
+    "audio-video-audio": Case(lambda s: [audio(s), "over ", video(s + 1), audio(s + 2), "Which fits?"]),
+    "audio-image": Case(lambda s: [audio(s), "says what of ", image(s + 1), "?"]),
+    "image-audio-video": Case(lambda s: [image(s), "A", audio(s + 1), "B ", video(s + 2), "All?"]),
+}
+OWN_SOUND: dict[str, Case] = {
+    "video-with-sound": Case(
+        lambda s: [video(s, fps=2.0, sound=s + 1), "What?"],
+        {"use_audio_in_video": True, "fps": 2.0},
+        {"own_sound": True, "videos_kwargs": {"fps": 2.0}},
+    ),
+}
+CASES = {**ALONE, **MIXED, **OWN_SOUND}
+
+
+def pairs(cases: dict[str, Case]) -> list[tuple[str, str]]:
+    """(family, case) for all families that take what the case needs."""
+    sound = {"qwen2_5_omni", "qwen3_omni_moe"}
+    return [
+        (family, name)
+        for family in TAKES
+        for name, case in cases.items()
+        if case.modalities <= TAKES[family] and (name not in OWN_SOUND or family in sound)
+    ]
+
+
+def item_by_item(family: str, case: Case) -> bool:
+    """Whether transformers' own forward cannot say what the case's answer is.
+
+    Nemotron takes no images together with videos, and only videos of one shape. Qwen3-Omni and Phi-4 pad clips to one
+    length, which changes the shorter one.
+    """
+    media = case.media(0)
+    kinds = [item.modality for item in media]
+    if family.startswith("nemotron"):
+        return {"image", "video"} <= set(kinds) or kinds.count("video") > 1
+    lengths = {len(item.data) for item in media if item.modality == "audio"}
+    return family in ("qwen3_omni_moe", "phi4_multimodal") and len(lengths) > 1
