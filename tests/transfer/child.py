@@ -9,6 +9,7 @@ can have many processes, and kill them, at little cost. Requests and answers are
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from dynamo_epd.transfer.offers import OfferState
 from dynamo_epd.transfer.protocol import Done, Pull, Reading
 
 WIDTH = 1024
+_CLONE_NEWNET = 0x40000000
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
@@ -134,11 +136,13 @@ class Server:
         self.transfer: Endpoint
         self.slots: dict[int, Hold] = {}
 
-    async def do_open(self, tls: str = "", **config: Any) -> dict[str, Any]:
+    async def do_open(self, tls: str = "", netns: str = "", host: str = "127.0.0.1", **config: Any) -> dict[str, Any]:
         os.environ.pop("UCX_TLS", None)
         if tls:
             os.environ["UCX_TLS"] = tls
-        self.transfer = await open_transfer(TransferConfig(host="127.0.0.1", **config))
+        if netns:
+            enter(netns)
+        self.transfer = await open_transfer(TransferConfig(host=host, **config))
         return {"address": self.transfer.address, "agent": self.transfer.agent}
 
     async def do_offer(self, nbytes: int, seed: int, digest: str = "", count: int = 1) -> dict[str, Any]:
@@ -190,6 +194,13 @@ class Server:
             task = asyncio.create_task(one(json.loads(line)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+
+
+def enter(netns: str) -> None:
+    """Move this thread, and the threads that it will start, to a network namespace."""
+    with open(f"/var/run/netns/{netns}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {netns}")
 
 
 def _resident() -> int:
