@@ -134,6 +134,9 @@ def plain_inputs(family: Any, case: dict[str, Any]) -> dict[str, Any]:
         ]
         call["videos"] = [v.data for v in videos]
         call["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": metadata, "return_metadata": True}
+        if "omni" in case["family"] and case["family"].startswith("qwen"):
+            # The class of these processors sets another size than the checkpoint does.
+            call["videos_kwargs"]["size"] = dict(family.processor.video_processor.size)
     if audio:
         call["audio"] = audio
     if case["case"] == "x_video_with_own_audio_interleaved":

@@ -118,6 +118,7 @@ def merge(processor: Any, given: Mapping[str, Mapping[str, Any]]) -> dict[str, d
     sections = {section: dict(values) for section, values in given.items() if section}
     try:
         return processor._merge_kwargs(
+            processor.valid_processor_kwargs,
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt", **sections
         )
     except (StrictDataclassError, ValueError, TypeError) as error:

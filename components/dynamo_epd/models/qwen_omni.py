@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,16 +46,16 @@ class QwenOmni(GeneralFamily):
 
         return transformers.Qwen2_5OmniThinkerForConditionalGeneration
 
-    def load_processor(self) -> Any:
-        """The processor's class sets a size for videos; a size that the checkpoint sets for videos comes before it."""
-        processor = super().load_processor()
+    @cached_property
+    def _video_size(self) -> dict[str, Any] | None:
+        """The size that the checkpoint sets for videos. The processor's class has one too, which comes after it."""
         nested, own = self.model_dir / "processor_config.json", self.model_dir / "video_preprocessor_config.json"
         section = read_json(nested).get("video_processor") if nested.exists() else None
         if section is None and own.exists():
             section = read_json(own)
-        if section and {"size", "min_pixels", "max_pixels"} & section.keys():
-            processor.videos_kwargs = {k: v for k, v in processor.videos_kwargs.items() if k != "size"}
-        return processor
+        if not section or not {"size", "min_pixels", "max_pixels"} & section.keys():
+            return None
+        return dict(self.processor.video_processor.size)
 
     def framing_tokens(self) -> Sequence[str]:
         return (self.processor.audio_bos_token, self.processor.audio_eos_token)
@@ -73,7 +74,10 @@ class QwenOmni(GeneralFamily):
                 if given not in (None, getattr(self.processor, name)):
                     raise InvalidRequest(f"mm_processor_kwargs.{name} is {getattr(self.processor, name)} in this model")
         wanted = [where.pop(name, False) for where in (flat, videos) for name in _ALIASES]
-        return super()._sections({**flat, "videos_kwargs": videos, _OWN_SOUND: any(wanted)})
+        sections = super()._sections({**flat, "videos_kwargs": videos, _OWN_SOUND: any(wanted)})
+        if self._video_size is not None:
+            sections["videos_kwargs"].setdefault("size", self._video_size)
+        return sections
 
     def resolved_options(self, modality: Modality, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         chosen = dict(super().resolved_options(modality, kwargs))
