@@ -44,7 +44,12 @@ class Output:
     def lines(self, name: str, lines: Sequence[bytes]) -> None:
         """Whole lines of a process, without their ends."""
         if name in self._files:
-            self._files[name].write(b"".join(line + b"\n" for line in lines))
+            try:
+                self._files[name].write(b"".join(line + b"\n" for line in lines))
+            except OSError as error:
+                # A full disk must not take the service with it.
+                self._files.pop(name).close()
+                self.say(f"{name}: its log file ends here: {error}")
         self._write(name, lines)
 
     def close(self) -> None:
@@ -58,6 +63,9 @@ class Output:
         try:
             self._stream.write(b"".join(prefix + line + b"\n" for line in lines))
             self._stream.flush()
+        except BlockingIOError:
+            # A terminal or pipe that somebody else made non-blocking, and that is full: what did not fit is lost.
+            return
         except BrokenPipeError:
             self._stream = None
             # Python flushes stdout once more at exit, which would fail in the same way.
