@@ -152,6 +152,22 @@ def test_damaged_weights_are_a_configuration_error(copy, damage, message, tower)
         models.load(copy, tower=tower)
 
 
+def test_quantised_language_model_leaves_the_encoder_alone(copy, family):
+    change_json(copy / "config.json", quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+    f = models.load(copy, tower=True)
+    assert f.identity == family("qwen2_5_vl").identity
+    item = f.prepare(Media("image", Image.new("RGB", (90, 60), (9, 90, 200))), {})
+    assert torch.equal(f.encode([item])[0], family("qwen2_5_vl").encode([item])[0])
+
+
+def test_quantised_encoder_is_refused(copy):
+    tensors = load_file(copy / WEIGHTS)
+    tensors["visual.merger.mlp.0.weight"] = tensors["visual.merger.mlp.0.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, copy / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"quantised encoder \(visual\.merger\.mlp\.0\.weight is F8_E4M3\)"):
+        models.load(copy, tower=True)
+
+
 def test_missing_shard_is_named(copy):
     shard(copy)
     (copy / "model-00002-of-00003.safetensors").unlink()

@@ -33,6 +33,9 @@ _VOLATILE_KEYS = {"transformers_version", "_name_or_path", "quantization_config"
 """Keys of ``config.json`` that change neither an embedding nor the prompt: a checkpoint whose language model was
 quantised keeps its identity."""
 
+_PLAIN_DTYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
+"""Dtypes of tensors that are what they are, without scales beside them."""
+
 _INCOMPLETE = "the download of this checkpoint is not complete"
 _CHUNK = 8 << 20
 _SAFETENSORS_HEADER_LIMIT = 100 << 20
@@ -161,8 +164,8 @@ def _content_digest(span: TensorSpan) -> bytes:
 
 
 def without_language_model(config: Any) -> Any:
-    """A copy of a transformers configuration whose language model has no layers and eight tokens."""
-    slim = type(config).from_dict(config.to_dict())
+    """A copy of a transformers configuration whose language model has no layers, eight tokens and no quantisation."""
+    slim = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
     text = slim.get_text_config(decoder=True)
     layers = text.num_hidden_layers
     for name, value in list(vars(text).items()):
@@ -195,8 +198,15 @@ def load_tower(model_dir: Path, model_class: Any, slim: Any, device: str, dtype:
     if dtype and not isinstance(kind, torch.dtype):
         raise ConfigError(f"dtype {dtype!r} is none of torch's, such as bfloat16")
     where = resolve_device(device)
-    if not tensor_spans(model_dir):
-        raise ConfigError(f"{model_dir} has no weights: the encoder is in its .safetensors files")
+    spans = [span for span in tensor_spans(model_dir) if not LANGUAGE_MODEL.match(span.name)]
+    if not spans:
+        raise ConfigError(f"{model_dir} has no weights of an encoder in .safetensors files")
+    packed = next((span for span in spans if span.dtype not in _PLAIN_DTYPES), None)
+    if packed is not None:
+        raise ConfigError(
+            f"{model_dir} has a quantised encoder ({packed.name} is {packed.dtype}): run the encode worker on the "
+            "checkpoint that it was made from"
+        )
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # the absent language model is reported tensor by tensor otherwise
     logging.disable_progress_bar()

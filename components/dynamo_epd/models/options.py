@@ -119,7 +119,9 @@ def merge(processor: Any, given: Mapping[str, Mapping[str, Any]]) -> dict[str, d
     try:
         return processor._merge_kwargs(
             processor.valid_processor_kwargs,
-            tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt", **sections
+            tokenizer_init_kwargs=processor.tokenizer.init_kwargs,
+            return_tensors="pt",
+            **sections,
         )
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise InvalidRequest(f"mm_processor_kwargs: {' '.join(str(error).split())}") from error
