@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import random
-import socket
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,7 +46,6 @@ class Routed:
     stack: Stack
     topology: str
     round_robin_url: str
-    metrics_port: int
     _read: int = 0
     _routes: list[Route] = field(default_factory=list)
 
@@ -88,17 +84,8 @@ class Routed:
         return answer, self.routes()[-1]
 
 
-def low_port() -> int:
-    """A free port that fits what Dynamo reads DYN_SYSTEM_PORT into, a signed 16-bit number."""
-    for port in random.SystemRandom().sample(range(10000, 32000), 100):
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("0.0.0.0", port))
-            return port
-    raise RuntimeError("no port is free")
-
-
-def routed_stack(topology: str, model: Path = TOY_MODEL) -> tuple[Stack, str, int]:
-    """Two workers that compute prompts; the stack, the URL of a second, round-robin frontend, a metrics port."""
+def routed_stack(topology: str, model: Path = TOY_MODEL) -> tuple[Stack, str]:
+    """Two workers that compute prompts: the stack, and the URL of a second, round-robin frontend."""
     engine_args = ("--engine", "reference", "--override-engine-args", json.dumps(ENGINE), "--publish-kv-events")
     services = epd_services(
         model,
@@ -107,12 +94,11 @@ def routed_stack(topology: str, model: Path = TOY_MODEL) -> tuple[Stack, str, in
         engine_args=engine_args,
         encode_args=("--multimodal-embedding-cache-capacity-gb", "0.05"),
     )
-    metrics_port, http_port = low_port(), free_port()
+    http_port = free_port()
     twins: list[Service] = []
     for service in services:
         if service.name == ROLE[topology]:
-            env = {"DYN_SYSTEM_PORT": str(metrics_port)}
-            twins += [replace(service, name=f"{service.name}-1", env=env), replace(service, name=f"{service.name}-2")]
+            twins += [replace(service, name=f"{service.name}-{i}") for i in (1, 2)]
         else:
             twins.append(service)
     args = ("--http-host", "127.0.0.1", "--http-port", str(http_port), "--discovery-backend", "file")
@@ -123,12 +109,12 @@ def routed_stack(topology: str, model: Path = TOY_MODEL) -> tuple[Stack, str, in
         frontend_args=("--router-mode", "kv"),
         env={"DYN_LOGGING_JSONL": "1", "DYN_LOG": "info", "OMP_NUM_THREADS": "1"},
     )
-    return stack, f"http://127.0.0.1:{http_port}", metrics_port
+    return stack, f"http://127.0.0.1:{http_port}"
 
 
-def started(stack: Stack, topology: str, round_robin_url: str, metrics_port: int) -> Routed:
+def started(stack: Stack, topology: str, round_robin_url: str) -> Routed:
     """Waits until both frontends know everybody."""
-    routed = Routed(stack, topology, round_robin_url, metrics_port)
+    routed = Routed(stack, topology, round_robin_url)
     probe = user(Picture("white", "black", "square").draw(), COLOUR.text)
     stack.wait_ready(READY, probe=probe)
     asyncio.run(_both_seen(routed, probe))
@@ -149,9 +135,9 @@ async def _both_seen(routed: Routed, probe: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="session", params=["e-pd", pytest.param("e-p-d", marks=pytest.mark.slow)])
 def routed(request):
-    stack, url, port = routed_stack(request.param)
+    stack, url = routed_stack(request.param)
     with stack:
-        yield started(stack, request.param, url, port)
+        yield started(stack, request.param, url)
 
 
 @pytest.fixture

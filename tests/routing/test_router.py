@@ -144,12 +144,11 @@ async def test_the_router_believes_what_is_there(http, routed):
 
 async def test_the_workers_gauges(http, routed):
     await routed.ask(http, [user("gauges")])
-    async with http.get(f"http://127.0.0.1:{routed.metrics_port}/metrics") as response:
-        lines = (await response.text()).splitlines()
+    samples = await asyncio.to_thread(routed.stack.metrics, f"{ROLE[routed.topology]}-1")
     values = {
-        line.split("{")[0].removeprefix("dynamo_component_"): float(line.rsplit(" ", 1)[1])
-        for line in lines
-        if line.startswith("dynamo_component_") and 'dp_rank="0"' in line
+        sample.split("{")[0].removeprefix("dynamo_component_"): value
+        for sample, value in samples.items()
+        if "'dp_rank': '0'" in sample
     }
     assert values["total_blocks"] == 4096 // BLOCK
     assert values["gpu_cache_usage_percent"] == 0
@@ -184,9 +183,9 @@ async def test_a_family_that_the_frontend_does_not_know(http, tmp_path):
     """The frontend has no value for any image then, so the workers tell of the text before the first one only."""
     model = tmp_path / "model"
     shutil.copytree(TOY_MODEL, model, ignore=shutil.ignore_patterns("preprocessor_config.json"))
-    stack, *ports = routed_stack("e-pd", model)
+    stack, round_robin_url = routed_stack("e-pd", model)
     with stack:
-        routed = await asyncio.to_thread(started, stack, "e-pd", *ports)
+        routed = await asyncio.to_thread(started, stack, "e-pd", round_robin_url)
         rng = np.random.default_rng(7)
         images, text = [random_picture(rng).draw() for _ in range(3)], letters(rng, 30)
         for _ in range(20):
