@@ -69,7 +69,7 @@ build() {
         rm -rf -- "$venv"
         "$python" -m venv "$venv"
     fi
-    say "2/4 packages; the first time about 3 GB to download, 7 GB on disk"
+    say "2/4 packages; the first time about 3.4 GB to download, 7 GB on disk"
     # The list is complete, so pip has nothing to resolve. It leaves out aisimulate, a requirement of ai-dynamo that only
     # NVIDIA's own index has and that nothing here imports.
     pip install --no-deps -r "$pins"
