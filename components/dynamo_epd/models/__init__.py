@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from abc import ABCMeta
 from pathlib import Path
 
 from ..contract.errors import ConfigError
@@ -18,7 +19,8 @@ def _families() -> dict[str, type[Family]]:
     found: dict[str, type[Family]] = {}
     for module in pkgutil.iter_modules(__path__):
         for kind in vars(importlib.import_module(f".{module.name}", __name__)).values():
-            if isinstance(kind, type) and issubclass(kind, Family):
+            # Not ``type``: to Python 3.10 an alias such as dict[str, int] is one, and no class.
+            if isinstance(kind, ABCMeta) and issubclass(kind, Family):
                 found.update(dict.fromkeys(vars(kind).get("model_types", ()), kind))
     return dict(sorted(found.items()))
 

@@ -183,7 +183,7 @@ class Framer:
                 break
             try:
                 messages.append(_decoder.decode(bytes(memoryview(buffer)[start + _PREFIX_BYTES : start + 4 + length])))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter from msgspec before 0.23
                 raise TransferError("protocol", f"malformed transfer message: {error}") from error
             start += 4 + length
         del buffer[:start]
