@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +22,8 @@ from dynamo_epd.contract.multimodal_input import MultimodalInput
 from dynamo_epd.demo.toy_data import TOY_MODEL
 from dynamo_epd.engine.base import EngineOutput, EngineRequest, Logprob, RemoteKV, SamplingParams
 from dynamo_epd.engine.reference import ReferenceEngine, create
+from dynamo_epd.engine.reference.runner import PagedRunner
+from dynamo_epd.engine.reference.scheduler import Chunk
 
 DATA = Path(__file__).parents[1] / "data" / "models"
 GAP = 1e-3
@@ -184,6 +186,20 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
         await engine.stop()
         engine.check()
         assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.scheduler.exported
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[Chunk]]:
+    """The chunks of every step from now on."""
+    steps: list[list[Chunk]] = []
+    run = PagedRunner.run
+
+    def counting(self: PagedRunner, chunks: Sequence[Chunk]) -> Any:
+        steps.append(list(chunks))
+        return run(self, chunks)
+
+    monkeypatch.setattr(PagedRunner, "run", counting)
+    return steps
 
 
 class Toy:

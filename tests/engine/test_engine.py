@@ -44,20 +44,6 @@ def pictures(toy: Toy) -> list[Item]:
     return found
 
 
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[Chunk]]:
-    """The chunks of every step from now on."""
-    steps: list[list[Chunk]] = []
-    run = PagedRunner.run
-
-    def counting(self: PagedRunner, chunks: Sequence[Chunk]) -> Any:
-        steps.append(list(chunks))
-        return run(self, chunks)
-
-    monkeypatch.setattr(PagedRunner, "run", counting)
-    return steps
-
-
 def tokens_in(steps: list[list[Chunk]]) -> int:
     return sum(c.end - c.start for chunks in steps for c in chunks)
 
@@ -197,6 +183,7 @@ async def test_a_first_token_that_ends_the_answer_needs_no_kv(toy: Toy, make_eng
 
 async def test_an_export_holds_its_blocks_until_it_is_released(toy: Toy, make_engine: MakeEngine) -> None:
     engine = await make_engine(max_tokens=64, max_seq_len=64)
+    await ask(engine, toy.prompt([text(3, 60)]).request("what was in the blocks before", FOUR))
     prompt = toy.prompt([text(0, 41)])
     answer = await ask(engine, prompt.request("p", FOUR, prefill_only=True))
     export = answer.last.kv
@@ -297,6 +284,38 @@ async def test_closing_waits_for_the_thread_that_reads_the_embeddings(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine.used_blocks() == 0
+
+
+@pytest.mark.parametrize("imported", [False, True])
+async def test_cancelled_while_a_block_is_copied(
+    toy: Toy, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, imported: bool
+) -> None:
+    engine = await make_engine()
+    prompt = toy.prompt([text(0, 21)])
+    remote, _, _ = await prefill(engine, prompt.request("a", FOUR))
+    entered, go_on = threading.Event(), threading.Event()
+    copy = PagedRunner.copy
+
+    def slow(self: PagedRunner, blocks: Sequence[tuple[int, int]]) -> None:
+        entered.set()
+        assert go_on.wait(30)
+        copy(self, blocks)
+
+    monkeypatch.setattr(PagedRunner, "copy", slow)
+    request = prompt.request("b", FOUR, remote_kv=remote if imported else None)
+    task = asyncio.create_task(ask(engine, request))
+    while not entered.is_set():
+        await asyncio.sleep(0)
+    task.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not task.done()
+    engine.check()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    engine.check()
+    assert (await ask(engine, prompt.request("c", FOUR))).cached == 20
 
 
 async def test_a_step_that_fails_fails_only_the_requests_at_fault(

@@ -14,6 +14,7 @@ import torch
 from dynamo_epd.contract.errors import ConfigError, InvalidRequest
 from dynamo_epd.engine.base import SamplingParams
 from dynamo_epd.engine.reference.attention import PagedAttention
+from dynamo_epd.engine.reference.scheduler import Chunk
 
 from .conftest import GAP, Item, MakeEngine, Prompt, Tiny, ask, prefill, write_tiny
 
@@ -95,7 +96,7 @@ async def test_family(tiny: Tiny, make_engine: MakeEngine) -> None:
 
 
 async def test_items_that_attend_in_both_directions_are_not_cut(
-    tmp_path_factory: pytest.TempPathFactory, make_engine: MakeEngine
+    tmp_path_factory: pytest.TempPathFactory, make_engine: MakeEngine, computed: list[list[Chunk]]
 ) -> None:
     tiny = Tiny(write_tiny("gemma3", tmp_path_factory.mktemp("gemma3"), {}))
     rng = np.random.default_rng(0)
@@ -108,6 +109,13 @@ async def test_items_that_attend_in_both_directions_are_not_cut(
     assert (await ask(engine, tiny.prompt([[5, 6, 7], item, [9]]).request("b", params))).cached == 35
     other = tiny.item(rng, 30, 30)
     assert (await ask(engine, tiny.prompt([[5, 6, 7], other, [8]]).request("c", params))).cached <= 4
+    long = tiny.prompt([[5], *(tiny.item(rng, 20, 5 + i) for i in range(4)), [8]])
+    together = [long.request("long", params), tiny.prompt([[6], item, item, [9]]).request("e", params)]
+    await asyncio.gather(*(ask(engine, request) for request in together))
+    for chunk in [chunk for chunks in computed for chunk in chunks]:
+        slots = chunk.seq.request.layout.slot_item
+        for cut in {chunk.start, chunk.end} - {0, chunk.seq.n}:
+            assert slots[cut - 1] < 0 or slots[cut] < 0
     with pytest.raises(InvalidRequest, match="31 tokens that are computed at once"):
         await ask(engine, tiny.prompt([[5], tiny.item(rng, 31, 31), [8]]).request("d", params))
 
