@@ -113,7 +113,9 @@ class Offers:
         # Deadlines only grow within each state, so the first of each is the next to end.
         self._offers: dict[OfferState, dict[int, Offer]] = {state: {} for state in OfferState}
         self._writes: dict[tuple[str, int], Write] = {}
-        self._reads: dict[Receiver, dict[int, int]] = {}  # offers under way, with their bytes, until the receiver is done
+        self._reads: dict[
+            Receiver, dict[int, int]
+        ] = {}  # offers under way, with their bytes, until the receiver is done
         self._newest: dict[Receiver, int] = {}  # the highest request of each receiver that was begun or cancelled
         self.expired = 0
 
