@@ -11,8 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
+from yamllint import config, linter
 
 from dynamo_epd.serve import services
 from dynamo_epd.serve.options import flags
@@ -54,7 +56,6 @@ def closed(schema):
 
 
 def validate(manifest):
-    jsonschema = pytest.importorskip("jsonschema")
     version = manifest["apiVersion"].removeprefix("nvidia.com/")
     schema = closed(SCHEMAS[version])
     # The CRD says no more of metadata than that it is an object.
@@ -126,7 +127,6 @@ def test_it_is_valid_by_the_crd(path):
     ],
 )
 def test_the_validation_sees_what_is_wrong(change, message):
-    jsonschema = pytest.importorskip("jsonschema")
     manifest = deployment(K8S / "epd.v1beta1.yaml")
     change(manifest)
     with pytest.raises(jsonschema.ValidationError, match=message):
@@ -187,8 +187,6 @@ def test_one_compute_domain_is_shared_by_encode_and_prefill():
 
 
 def lint(text, width=120):
-    linter = pytest.importorskip("yamllint.linter")
-    config = pytest.importorskip("yamllint.config")
     rules = (
         f"extends: default\nrules: {{line-length: {{max: {width}}}, "
         "comments: {min-spaces-from-content: 1}, "
