@@ -76,7 +76,8 @@ def split(processor: Any, kwargs: Mapping[str, Any], extra: Mapping[str, Any]) -
         extra: options that the family handles itself, with their defaults.
 
     Raises:
-        InvalidRequest: a name that no modality of this model knows, or a section that is not an object.
+        InvalidRequest: a name that no modality of this model knows, a section that is not an object, or frames to be
+            sampled that are not a positive number.
     """
     known = {modality: known_options(processor, modality) for modality in SECTION}
     given: dict[str, dict[str, Any]] = {"": {}, **{section: {} for section in SECTION.values()}}
@@ -98,6 +99,10 @@ def split(processor: Any, kwargs: Mapping[str, Any], extra: Mapping[str, Any]) -
             raise InvalidRequest(_unknown(name, frozenset().union(*known.values(), extra)))
         for modality in reached:
             given[SECTION[modality]].setdefault(name, value)
+    for name in ("fps", "num_frames"):
+        frames = given["videos_kwargs"].get(name)
+        if isinstance(frames, (int, float)) and not frames > 0:
+            raise InvalidRequest(f"mm_processor_kwargs.{name} is {frames!r}, must be above 0")
     return given
 
 
