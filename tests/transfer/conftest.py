@@ -93,6 +93,14 @@ class Child:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    async def stopped(self) -> None:
+        """Wait until a stop that was armed has come."""
+        deadline = time.monotonic() + PATIENCE_S
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            if time.monotonic() > deadline:
+                raise AssertionError("the child did not stop")
+            await asyncio.sleep(0.01)
+
     def end(self) -> None:
         self._task.cancel()
         self._writer.close()

@@ -152,7 +152,7 @@ async def test_a_caller_that_leaves_does_not_take_the_transfer_from_the_others(o
 async def test_cancelling_at_any_moment_leaves_nothing_behind(opened: Opened) -> None:
     sender, receiver = await pair(opened)
     for turns in range(40):
-        task = asyncio.create_task(receiver.fetch(await make_offer(sender, 2 << 20, turns)))
+        task = asyncio.create_task(receiver.fetch(await make_offer(sender, 3 << 20, turns)))
         for _ in range(turns % 20 + 1):
             await asyncio.sleep(0 if turns < 20 else 0.0005)
         task.cancel()

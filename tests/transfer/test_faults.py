@@ -51,6 +51,7 @@ async def good(sender: Child, receiver: Endpoint, seed: int) -> None:
 async def revive(child: Child, number: int, spawn: Spawn, config: dict[str, object]) -> Child:
     """The child itself, going on, or one in its place."""
     if number == signal.SIGSTOP:
+        await child.stopped()
         child.signal(signal.SIGCONT)
         return child
     return await spawn(**config)

@@ -24,7 +24,7 @@ def test_write_from_the_grant_to_the_end() -> None:
     target = fetch.slot.allocation.index * GRANULE
     assert peer.link.take() == [Pull(1, ref.offer, 77, 0, GRANULE, target)]
     assert side.record.expected == 1
-    side.fetches.ended(peer, Ended(1, "written"), side.now)
+    side.fetches.written("peer", 1)
     assert peer.link.take() == [Done(ref.offer, 77)]
     (slot,) = side.results
     assert isinstance(slot, Hold) and slot.allocation.content is not None
@@ -51,7 +51,7 @@ def test_some_of_the_rows() -> None:
     side.fetches.connected(fetch, peer)
     (message,) = peer.link.take()
     assert isinstance(message, Pull) and (message.skip, message.nbytes) == (3 * 1024, 5 * 1024)
-    side.fetches.ended(peer, Ended(1, "written"), side.now)
+    side.fetches.written("peer", 1)
     (slot,) = side.results
     assert isinstance(slot, Hold) and slot.allocation.content is not None
     assert slot.allocation.content.shape == (5, 256)
@@ -69,7 +69,7 @@ def test_a_write_that_is_late_finds_its_slot_in_quarantine() -> None:
     # For as long as it takes: no time that passes proves anything.
     side.pass_time(1e6)
     assert side.arena.quarantined_bytes == GRANULE
-    side.fetches.ended(peer, Ended(1, "written"), side.now)
+    side.fetches.written("peer", 1)
     assert not side.results and side.at_rest()
 
 
@@ -198,12 +198,16 @@ def test_a_read_that_fails(reason: str) -> None:
 
 def test_stale_and_duplicate_last_words_change_nothing() -> None:
     side, peer, other = Receiving(), FakePeer(), FakePeer("other")
-    side.fetches.ended(peer, Ended(1, "written"), side.now)
+    side.fetches.written("peer", 1)
+    side.fetches.ended(peer, Ended(1, "failed"), side.now)
     fetch = side.begin(peer)
-    side.fetches.ended(other, Ended(1, "written"), side.now)
-    side.fetches.ended(peer, Ended(2, "written"), side.now)
+    side.fetches.written("other", 1)
+    side.fetches.ended(other, Ended(1, "failed"), side.now)
+    side.fetches.written("peer", 2)
+    side.fetches.ended(peer, Ended(2, "failed"), side.now)
     assert not side.results and fetch.state is FetchState.MOVING
-    side.fetches.ended(peer, Ended(1, "written"), side.now)
+    side.fetches.written("peer", 1)
+    side.fetches.written("peer", 1)
     side.fetches.ended(peer, Ended(1, "failed"), side.now)
     assert side.reasons() == ["ok"] and side.at_rest()
 
@@ -231,7 +235,7 @@ def test_requests_are_numbered_in_the_order_of_their_pulls() -> None:
     side.fetches.connected(second, peer)
     side.fetches.connected(first, peer)
     assert [m.request for m in peer.link.take() if isinstance(m, Pull)] == [1, 2]
-    side.fetches.ended(peer, Ended(1, "written"), side.now)
+    side.fetches.written("peer", 1)
     assert second.state is FetchState.OVER and first.state is FetchState.MOVING
 
 
@@ -248,7 +252,7 @@ def test_callers_of_one_transfer_have_deadlines_of_their_own() -> None:
     side.fetches.unwatch(fetch, leaving)
     side.fetches.unwatch(fetch, leaving)
     assert fetch.state is FetchState.MOVING
-    side.fetches.ended(peer, Ended(1, "written"), side.now)
+    side.fetches.written("peer", 1)
     assert side.reasons() == ["ok"] and side.at_rest() and side.fetches.joinable("d") is None
 
 
@@ -342,7 +346,7 @@ def test_clock_jumps() -> None:
     side.begin(peer)
     side.pass_time(-1e6)
     assert not side.results
-    side.fetches.ended(peer, Ended(1, "written"), side.now)
+    side.fetches.written("peer", 1)
     assert side.reasons() == ["ok"]
     side.begin(peer)
     side.pass_time(1e9)

@@ -32,7 +32,7 @@ MESSAGES: list[Message] = [
     Reading(5, 6),
     Pull(1, 2, 3, 4, 5, 6),
     Cancel(1),
-    Ended(1, "written"),
+    Ended(1, "cancelled"),
     Ended(2, "failed", "why"),
     Check(1, 2, 3, 4, 5),
     Checked(1, bytes(32)),
@@ -128,3 +128,9 @@ def test_the_framer_keeps_no_more_than_one_frame() -> None:
         framer.feed(encode(Done(1, 2)) * 3)
     framer.feed(encode(HELLO)[:-1])
     assert len(framer._buffer) == len(encode(HELLO)) - 1
+
+
+def test_notes() -> None:
+    for request in (0, 1, 1 << 63):
+        assert protocol.noted(protocol.note(request)) == request
+    assert protocol.noted(b"") is None and protocol.noted(b"123456789") is None

@@ -111,7 +111,7 @@ def frame(body: bytes, version: int = 1) -> bytes:
         (MAX_FRAME_BYTES + 1).to_bytes(4, "little") + b"\x01",
         encode(Pull(1, 2, 3, 4, 5, 6)),
         encode(hello()) + encode(hello()),
-        encode(hello()) + encode(Ended(1, "written")),
+        encode(hello()) + encode(Ended(1, "cancelled")),
         encode(hello()) + encode(Checked(1, b"")),
         encode(hello()) + frame(b"\x92\xa4Pull\x01"),
     ],

@@ -22,8 +22,8 @@ from .offers import slot_index
 from .peers import Peer
 from .plane import DataPlane, Ended, Move, Place
 
-INLINE_BYTES = 1 << 20
-"""Copies up to this size (about 0.1 ms) are made on the event loop; a thread would take longer to wake."""
+INLINE_BYTES = 2 << 20
+"""Copies up to this size (0.1 to 0.3 ms) are made on the event loop; a thread would take longer to wake."""
 
 Arrived = Callable[["TransferError | None"], None]
 
@@ -48,27 +48,39 @@ class Carrier:
         Args:
             arrived: called once, possibly before this returns, when the slot is not in use any more.
         """
-        source, target = slot_index(ref.offer), slot.allocation.index * GRANULE
         if peer.mapped is not None:
-            copy = (peer, source, ref.generation, skip, target, nbytes)
             if nbytes <= INLINE_BYTES:
-                arrived(self._copy(*copy))
+                arrived(self.copy(peer, ref, skip, nbytes, slot))
             else:
-                self._threaded(lambda: self._copy(*copy), arrived)
+                self._threaded(lambda: self.copy(peer, ref, skip, nbytes, slot), arrived)
         elif self.plane is not None:
-            hello = peer.hello
+            hello, source = peer.hello, slot_index(ref.offer)
             move = Move(
                 "read",
                 hello.agent,
-                self._place(target),
+                self._place(slot.allocation.index * GRANULE),
                 Place(hello.base + source * GRANULE + skip, hello.kind, hello.device),
                 nbytes,
+                b"",
                 ref.generation,
                 hello.table_base + HEADER_BYTES + 8 * source,
             )
             self.plane.move(move, lambda error: arrived(_read_error(error, ref)))
 
-    def send(self, peer: Peer, slot: Hold, skip: int, nbytes: int, target: int, ended: Ended) -> int | None:
+    def copy(self, peer: Peer, ref: TensorRef, skip: int, nbytes: int, slot: Hold) -> TransferError | None:
+        """Copy out of the memory of a mapped peer, here and now; says why the bytes must not be used."""
+        mapped, index = peer.mapped, slot_index(ref.offer)
+        if mapped is None or mapped.table[index] != ref.generation:
+            return TransferError("expired", "the offer had ended before its bytes were read")
+        source, target = index * GRANULE + skip, slot.allocation.index * GRANULE
+        np.copyto(self._bytes[target : target + nbytes], mapped.payload[source : source + nbytes])
+        if mapped.table[index] != ref.generation:
+            return TransferError("generation", "the offered memory was used for something else while it was read")
+        return None
+
+    def send(
+        self, peer: Peer, slot: Hold, skip: int, nbytes: int, target: int, note: bytes, ended: Ended
+    ) -> int | None:
         """Write bytes of ``slot`` at ``target`` of the peer's payload; returns a number for ``cancel``.
 
         ``ended`` is called once, when the slot is not in use any more; never where None is returned.
@@ -78,7 +90,7 @@ class Carrier:
         hello = peer.hello
         local = self._place(slot.allocation.index * GRANULE + skip)
         remote = Place(hello.base + target, hello.kind, hello.device)
-        return self.plane.move(Move("write", hello.agent, local, remote, nbytes), ended)
+        return self.plane.move(Move("write", hello.agent, local, remote, nbytes, note), ended)
 
     def cancel(self, number: int) -> None:
         """Hurry the end of a write."""
@@ -111,18 +123,6 @@ class Carrier:
     def _threaded(self, work: Callable[[], object], done: Callable[..., None]) -> None:
         job = self._loop.run_in_executor(self._threads, work)
         job.add_done_callback(lambda job: None if job.cancelled() else done(job.result()))
-
-    def _copy(
-        self, peer: Peer, index: int, generation: int, skip: int, target: int, nbytes: int
-    ) -> TransferError | None:
-        mapped = peer.mapped
-        if mapped is None or mapped.table[index] != generation:
-            return TransferError("expired", "the offer had ended before its bytes were read")
-        start = index * GRANULE + skip
-        np.copyto(self._bytes[target : target + nbytes], mapped.payload[start : start + nbytes])
-        if mapped.table[index] != generation:
-            return TransferError("generation", "the offered memory was used for something else while it was read")
-        return None
 
 
 def _read_error(error: str, ref: TensorRef) -> TransferError | None:

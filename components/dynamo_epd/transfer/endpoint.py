@@ -17,16 +17,16 @@ from typing import Any
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .arena import Arena, Content, Hold, Waiter
-from .carrier import Carrier
-from .config import TransferConfig
+from .carrier import INLINE_BYTES, Carrier
+from .config import GRANULE, TransferConfig
 from .control import Link
 from .fetches import Fetch, Fetches, Watcher
 from .links import Links
 from .memory import Region, machine_id
-from .offers import Offers, Receiver, Write
+from .offers import Offers, Receiver, Write, slot_index
 from .peers import Peer
 from .plane import DataPlane
-from .protocol import Checked, Hello, Message
+from .protocol import Checked, Hello, Message, note, noted
 from .store import Store
 
 _TICK_S = 0.05
@@ -59,6 +59,8 @@ class Endpoint:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._carrier = Carrier(region, plane, self._loop)
+        if plane is not None:
+            plane.noted = self._noted
         self._timer: asyncio.TimerHandle | None = None
         self._moves: dict[Write, int] = {}
         self._closed = False
@@ -134,13 +136,42 @@ class Endpoint:
             self.offers.withdraw(ref.offer)
 
     async def fetch(self, ref: TensorRef, *, first: int = 0, timeout: float | None = None) -> Hold:
-        return (await self.fetch_all([ref], first=first, timeout=timeout))[0]
+        _require_rows(ref, first)
+        slot = self._at_once(ref) if first == 0 else None
+        return slot or (await self.fetch_all([ref], first=first, timeout=timeout))[0]
+
+    def _at_once(self, ref: TensorRef) -> Hold | None:
+        """A small tensor out of mapped memory, where that needs no waiting and nothing goes wrong; else None."""
+        peer = self.links.mapped(ref.endpoint, ref.agent)
+        nbytes = ref.nbytes
+        if (
+            peer is None
+            or nbytes > INLINE_BYTES
+            or self.config.verify_transfers
+            or ref.digest in self.store
+            or self.fetches.joinable(ref.digest)
+            or slot_index(ref.offer) * GRANULE + nbytes > peer.hello.size
+        ):
+            return None
+        begun = self._clock()
+        (slot,) = self.arena.take([nbytes]) or (None,)
+        if slot is None:
+            return None
+        if self._carrier.copy(peer, ref, 0, nbytes, slot) is not None:
+            slot.release()
+            return None
+        slot.allocation.content = Content(ref.shape, ref.dtype)
+        self.store.misses += 1
+        self.moved_bytes += nbytes
+        self.observe(self._clock() - begun)
+        # Telling the peer wakes it; the caller need not wait for that.
+        self._loop.call_soon(self.decline, ref)
+        return slot
 
     async def fetch_all(self, refs: Sequence[TensorRef], *, first: int = 0, timeout: float | None = None) -> list[Hold]:
         """Fetch several tensors as ``fetch`` does one; memory for them is taken all at once, and all arrive or none."""
         for ref in refs:
-            if not 0 <= first < ref.shape[0] or max(ref.offer, ref.generation) >> 63:
-                raise TransferError("protocol", f"row {first} of {ref} cannot be fetched")
+            _require_rows(ref, first)
         deadline = self._deadline(timeout)
         leaders = {ref.digest if first == 0 else i: i for i, ref in reversed(list(enumerate(refs)))}
         left = set(leaders.values())
@@ -306,7 +337,13 @@ class Endpoint:
         peer = write.receiver
         number = (
             self._carrier.send(
-                peer, write.slot, write.skip, write.nbytes, write.target, lambda error: self._written(write, error)
+                peer,
+                write.slot,
+                write.skip,
+                write.nbytes,
+                write.target,
+                note(write.request),
+                lambda error: self._written(write, error),
             )
             if isinstance(peer, Peer)
             else None
@@ -315,6 +352,12 @@ class Endpoint:
             self.offers.written(write, "cancelled")
         else:
             self._moves[write] = number
+
+    def _noted(self, agent: str, data: bytes) -> None:
+        request = noted(data)
+        if request is not None:
+            self.fetches.written(agent, request)
+            self._arm()
 
     def _written(self, write: Write, error: str) -> None:
         self._moves.pop(write, None)
@@ -367,6 +410,11 @@ def _fail(future: asyncio.Future[Any], error: TransferError) -> None:
 def _release(slots: Iterable[Hold]) -> None:
     for slot in slots:
         slot.release()
+
+
+def _require_rows(ref: TensorRef, first: int) -> None:
+    if not 0 <= first < ref.shape[0] or max(ref.offer, ref.generation) >> 63:
+        raise TransferError("protocol", f"row {first} of {ref} cannot be fetched")
 
 
 def _require_same(ref: TensorRef, content: Content | None, nbytes: int) -> None:

@@ -215,8 +215,19 @@ class Fetches:
         else:
             self._arrived(fetch)
 
+    def written(self, agent: str, request: int) -> None:
+        """All bytes of a pull are here: the data plane brought the peer's last word on it."""
+        fetch = self._granted.get(request)
+        if fetch is None or fetch.ref.agent != agent:
+            return  # stale, or a duplicate
+        self._ungrant(fetch)
+        if fetch.state is FetchState.OVER:
+            self._free(fetch)
+        else:
+            self._arrived(fetch)
+
     def ended(self, source: Source, message: Ended, now: float) -> None:
-        """The peer's last word on a pull."""
+        """The peer's last word on a pull whose bytes do not come."""
         fetch = self._granted.get(message.request)
         if fetch is None or fetch.ref.agent != source.hello.agent:
             return  # stale, or a duplicate
@@ -226,8 +237,6 @@ class Fetches:
             self._ungrant(fetch)
         if fetch.state is FetchState.OVER:
             self._free(fetch)
-        elif message.outcome == "written":
-            self._arrived(fetch)
         else:
             reason = "peer_lost" if message.outcome == "failed" else message.outcome
             self._fail(fetch, TransferError(reason, message.detail or f"the peer answered {message.outcome}"))

@@ -80,6 +80,11 @@ class Links:
         """How bytes come from each peer that was dialled, by its agent's name."""
         return {peer.hello.agent: peer.way for peer in self._dialled.values()}
 
+    def mapped(self, address: str, agent: str) -> Peer | None:
+        """The connected peer of that name whose memory is mapped."""
+        peer = self._dialled.get(address)
+        return peer if peer is not None and peer.mapped is not None and peer.hello.agent == agent else None
+
     def connect(self, fetch: Fetch) -> None:
         """Have ``fetches.connected`` or ``fetches.failed`` called, now or later."""
         address = fetch.ref.endpoint

@@ -29,11 +29,14 @@ from .plane import Ended, Move, Place
 logger = logging.getLogger(__name__)
 
 _SEGMENT = {"host": "DRAM", "cuda": "VRAM"}
-_INLINE_BYTES = 1 << 20
-"""Moves up to this size are posted on the event loop (a quarter of a millisecond over TCP)."""
+_INLINE_BYTES = 2 << 20
+"""Moves up to this size are posted on the event loop (half a millisecond over TCP)."""
 _SPIN_S = 0.001
 """For this long the event loop drives what is in flight; then the thread does."""
+_WAKE_S = 60e-6
+"""For this long after a move was posted the loop does not rest between its looks: most are over by then."""
 _REST_S = 10e-6
+"""Then it rests this long between any two, for the peer may need the core to do its part."""
 _WORK_S = 10e-6
 """A call that makes progress and takes longer than this has moved bytes: more are likely to come at once."""
 _NAP_S = (30e-6, 0.02)
@@ -61,7 +64,9 @@ class NixlPlane:
     """
 
     def __init__(self, name: str, region: Region, loop: asyncio.AbstractEventLoop):
+        self.noted: Callable[[str, bytes], None] = lambda agent, note: None
         self._loop = loop
+        self._loop_thread = 0
         self._region = region
         self._agent_lock = threading.Lock()  # for the agent and everything below but the queue
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -74,6 +79,7 @@ class NixlPlane:
         self._expected = 0
         self._stopping = False
         self._spin_until = 0.0
+        self._wake_until = 0.0
         self._spinning = False
         try:
             from nixl._api import nixl_agent, nixl_agent_config
@@ -88,7 +94,7 @@ class NixlPlane:
             raise ConfigError(f"NIXL cannot be used for transfers: {error}") from error
         self._thread = threading.Thread(target=self._run, name="epd-transfer", daemon=True)
         self._thread.start()
-        loop.call_soon_threadsafe(_sleep_exactly)
+        loop.call_soon_threadsafe(self._begin)
 
     def load(self, agent: str, metadata: bytes, ended: Ended) -> None:
         self._commands.put(lambda: self._load(agent, metadata, ended))
@@ -116,6 +122,10 @@ class NixlPlane:
 
     # On the event loop.
 
+    def _begin(self) -> None:
+        self._loop_thread = threading.get_ident()
+        _sleep_exactly()
+
     def _do(self, command: Callable[[], None], nbytes: int) -> None:
         """Run ``command`` here and now where it is small and the thread is not at work, else on the thread."""
         if nbytes > _INLINE_BYTES or not self._agent_lock.acquire(blocking=False):
@@ -125,19 +135,23 @@ class NixlPlane:
             command()
         finally:
             self._agent_lock.release()
-        self._spin_until = time.monotonic() + _SPIN_S
+        now = time.monotonic()
+        self._spin_until = now + _SPIN_S
+        if self._jobs:
+            self._wake_until = now + _WAKE_S
         if not self._spinning and self._busy:
             self._spinning = True
             self._loop.call_soon(self._spin)
 
     def _spin(self) -> None:
-        if self._busy and time.monotonic() < self._spin_until:
+        now = time.monotonic()
+        if self._busy and now < self._spin_until:
             if self._agent_lock.acquire(blocking=False):
                 try:
                     self._progress()
                 finally:
                     self._agent_lock.release()
-            if self._busy:
+            if self._busy and now > self._wake_until and time.monotonic() - now < _WORK_S:
                 time.sleep(_REST_S)
             self._loop.call_soon(self._spin)
             return
@@ -179,8 +193,10 @@ class NixlPlane:
         self._shut()
 
     def _progress(self) -> None:
-        # Asking for notifications drives the UCX worker; nobody sends any, and none are kept.
-        self._agent.get_new_notifs()
+        # Asking for notifications drives the UCX worker. None are kept.
+        for agent, notes in self._agent.get_new_notifs().items():
+            for note in notes:
+                self._tell(self.noted, agent, note)
         for job in list(self._jobs.values()):
             try:
                 state = self._agent.check_xfer_state(job.handle)
@@ -209,8 +225,9 @@ class NixlPlane:
                 agent.get_xfer_descs([(local.address, nbytes, local.device)], _SEGMENT[local.kind]),
                 agent.get_xfer_descs([(remote.address, nbytes, remote.device)], _SEGMENT[remote.kind]),
                 job.move.agent,
+                job.move.note if job.move.op == "write" else b"",
             )
-            state = agent.transfer(job.handle)
+            state = agent.transfer(job.handle, job.move.note) if job.move.note else agent.transfer(job.handle)
         except Exception as error:
             self._finish(job, f"transfer failed: {error}")
             return
@@ -297,9 +314,12 @@ class NixlPlane:
             for job in [job for job in self._jobs.values() if job.move.agent == agent]:
                 self._finish(job, "the peer is gone")
 
-    def _tell(self, ended: Ended, error: str) -> None:
+    def _tell(self, told: Callable[..., None], *words: Any) -> None:
+        if threading.get_ident() == self._loop_thread:
+            self._loop.call_soon(told, *words)
+            return
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-            self._loop.call_soon_threadsafe(ended, error)
+            self._loop.call_soon_threadsafe(told, *words)
 
     def _stop(self) -> None:
         self._stopping = True

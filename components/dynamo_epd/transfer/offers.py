@@ -206,12 +206,17 @@ class Offers:
             self._effects.abort(write)
 
     def written(self, write: Write, error: str) -> None:
-        """The memory of ``write`` is no longer in use; ``error`` is empty when all bytes are at the receiver."""
+        """The memory of ``write`` is no longer in use.
+
+        Args:
+            error: empty when all bytes are at the receiver, which the data plane has told it.
+        """
         self._writes.pop((write.receiver.hello.agent, write.request), None)
         write.offer.writing = False
         write.slot.release()
-        outcome: Outcome = "cancelled" if error == "cancelled" else "failed" if error else "written"
-        self._effects.send(write.receiver.link, Ended(write.request, outcome, error[:200]))
+        if error:
+            outcome: Outcome = "cancelled" if error == "cancelled" else "failed"
+            self._effects.send(write.receiver.link, Ended(write.request, outcome, error[:200]))
 
     def check(self, receiver: Receiver, message: Check) -> None:
         offer, _ = self._find(receiver, message.offer, message.generation)
@@ -256,6 +261,7 @@ class Offers:
                 self._end(offer)
 
     def _find(self, receiver: Receiver, number: int, generation: int) -> tuple[Offer | None, Outcome]:
+        """The offer, or why ``receiver`` cannot have it."""
         for offers in self._offers.values():
             offer = offers.get(number)
             if offer is not None:
@@ -263,7 +269,7 @@ class Offers:
                     return None, "generation"
                 if offer.receiver not in (None, receiver):
                     return None, "protocol"
-                return offer, "written"
+                return offer, "expired"
         return None, "expired"
 
     def _serve(self, offer: Offer, receiver: Receiver, now: float) -> None:

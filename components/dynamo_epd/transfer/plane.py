@@ -25,6 +25,7 @@ class Move:
         op: ``read`` (remote to local) or ``write`` (local to remote).
         agent: the peer's agent name; it must have been loaded.
         nbytes: bytes to move.
+        note: for writes: given to the peer's ``DataPlane.noted`` once all bytes are there.
         generation: for reads: once the bytes are here, the uint64 at ``word`` in the peer must be equal to this.
         word: address of that word; 0 for no check.
     """
@@ -34,6 +35,7 @@ class Move:
     local: Place
     remote: Place
     nbytes: int
+    note: bytes = b""
     generation: int = 0
     word: int = 0
 
@@ -44,6 +46,9 @@ Ended = Callable[[str], None]
 
 class DataPlane(Protocol):
     """Moves bytes. Every method returns at once; the work is done elsewhere, never on the event loop."""
+
+    noted: Callable[[str, bytes], None]
+    """To be set: called on the event loop with the agent's name and the note of each write that has arrived here."""
 
     metadata: bytes
     """What a peer must load before it can move anything to or from here."""

@@ -4,8 +4,9 @@
 The process that fetches dials the one that offers. Both begin with ``Hello``. A frame is a little-endian uint32
 length (of what follows it), one byte ``PROTOCOL_VERSION``, and one message. Anything else ends the connection.
 
-Every ``Pull`` is answered by exactly one ``Ended``, after which the offering side will never write for it again; a
-granted slot may be used for something else only then, or when the peer is known to be dead.
+Every ``Pull`` has exactly one last word: the note that comes with its bytes over the data plane, or an ``Ended``. After
+that the offering side will never write for it again. A granted slot may be used for something else only then, or when
+the peer is known to be dead.
 """
 
 from __future__ import annotations
@@ -101,15 +102,15 @@ class Cancel(Message, frozen=True):
     request: Count
 
 
-Outcome = Literal["written", "cancelled", "failed", "expired", "generation", "protocol"]
+Outcome = Literal["cancelled", "failed", "expired", "generation", "protocol"]
 
 
 class Ended(Message, frozen=True):
-    """Offerer: the last word on a ``Pull``.
+    """Offerer: the last word on a ``Pull`` whose bytes do not come.
 
     Attributes:
-        outcome: ``written``; ``failed``: the data plane gave up and bytes may still be on their way; else why nothing
-            was or will be written.
+        outcome: ``failed``: the data plane gave up and bytes may still be on their way; else why nothing was or will
+            be written.
         detail: for people.
     """
 
@@ -143,6 +144,19 @@ class Done(Message, frozen=True):
 
 
 AnyMessage = Hello | Wire | Reading | Pull | Cancel | Ended | Check | Checked | Done
+
+_NOTE_BYTES = 8
+
+
+def note(request: int) -> bytes:
+    """What the data plane carries with the bytes of a pull."""
+    return request.to_bytes(_NOTE_BYTES, "little")
+
+
+def noted(data: bytes) -> int | None:
+    """The request of a note, or None for what is none."""
+    return int.from_bytes(data, "little") if len(data) == _NOTE_BYTES else None
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

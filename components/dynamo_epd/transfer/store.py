@@ -26,6 +26,9 @@ class Store:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._kept
+
     def keep(self, digest: str, slot: Hold) -> None:
         """Keep the content of ``slot`` under ``digest``; what was kept there is dropped."""
         old = self._kept.get(digest)
