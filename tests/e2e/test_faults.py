@@ -98,3 +98,12 @@ async def test_an_unknown_processor_option(http, stack):
     )
     assert answer.status == 400 and "colour" in answer.text
     await works(http, stack)
+
+
+@pytest.mark.parametrize("options", ["x", [1], 3])
+async def test_processor_options_that_are_no_object(http, stack, options):
+    answer = await chat(
+        http, stack.url, MODEL, [user(GOOD.draw(), COLOUR.text)], max_tokens=4, mm_processor_kwargs=options
+    )
+    assert answer.status == 400 and "must be an object" in answer.text
+    await works(http, stack)

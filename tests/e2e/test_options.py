@@ -53,6 +53,13 @@ async def test_max_tokens_and_stop(http, stack):
     assert ended["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_min_tokens_holds_off_the_end(http, stack):
+    ended = await completion(http, stack, RED.draw(), COLOUR.text, max_tokens=9)
+    assert ended["usage"]["completion_tokens"] < 5
+    longer = await completion(http, stack, RED.draw(), COLOUR.text, max_tokens=9, min_tokens=5)
+    assert 5 <= longer["usage"]["completion_tokens"] <= 9
+
+
 async def test_usage_tells_cached_tokens_of_prefill(http, stack):
     await completion(http, stack, RED.draw(), SHAPE.text)
     again = (await completion(http, stack, RED.draw(), SHAPE.text))["usage"]

@@ -80,3 +80,11 @@ def test_logprob_fields_rank_the_alternatives():
         ]
     ]
     assert "top_logprobs" not in logprob_fields([7], [Logprob(-0.5)], ["a"])
+
+
+def test_prefill_takes_min_tokens_beyond_the_one_token_that_it_is_asked_for():
+    request = {"stop_conditions": {"max_tokens": 1, "min_tokens": 3}}
+    p = parse_sampling(request, room=100, first_token_only=True)
+    assert (p.max_tokens, p.min_tokens) == (1, 1)
+    with pytest.raises(InvalidRequest, match="min_tokens=3 is more than max_tokens=1"):
+        parse_sampling(request, room=100)

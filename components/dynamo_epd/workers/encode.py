@@ -114,7 +114,7 @@ class EncodeWorker(EpdWorker):
         )
         places, ordered = _in_prompt_order(family, token_ids, refs)
         counts = Counter(ref.modality for ref in ordered)
-        options = family.request_options(counts, request.get("mm_processor_kwargs") or {})
+        options = family.request_options(counts, _processor_options(request))
         salt = (request.get("routing") or {}).get("cache_salt") if self.args.isolate_embedding_cache_by_salt else None
         tasks = [
             asyncio.ensure_future(self._item(ref, token_ids[start : start + length], options, salt, seen))
@@ -250,6 +250,14 @@ class EncodeWorker(EpdWorker):
         encoded = await self._encode(ref, buffer.getvalue(), {}, (), seen)
         encoded.release()
         return Handoff(HANDOFF_VERSION, self._family.identity)
+
+
+def _processor_options(request: GenerateRequest) -> Mapping[str, Any]:
+    """The request's ``mm_processor_kwargs``, which the frontend passes on whatever they are."""
+    options = request.get("mm_processor_kwargs")
+    if options is not None and not isinstance(options, Mapping):
+        raise InvalidRequest("mm_processor_kwargs must be an object")
+    return options or {}
 
 
 def _in_prompt_order(

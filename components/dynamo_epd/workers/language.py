@@ -156,7 +156,7 @@ class LanguageWorker(EpdWorker):
         return EngineRequest(
             request_id=str(context.id()),
             layout=prompt.layout,
-            sampling=parse_sampling(request, room=room),
+            sampling=parse_sampling(request, room=room, first_token_only=self.args.role == "prefill"),
             multimodal_input=prompt.multimodal_input,
             position_ids=prompt.position_ids,
             position_delta=prompt.position_delta,

@@ -27,13 +27,15 @@ _UNSUPPORTED_OUTPUT: dict[str, tuple[Any, ...]] = {"prompt_logprobs": ()}
 MAX_TOP_LOGPROBS = 20
 
 
-def parse_sampling(request: Mapping[str, Any], *, room: int) -> SamplingParams:
+def parse_sampling(request: Mapping[str, Any], *, room: int, first_token_only: bool = False) -> SamplingParams:
     """Sampling parameters of a frontend request.
 
     Without a temperature, decoding is greedy (as TensorRT-LLM does when no sampling option is set).
 
     Args:
         room: tokens that fit behind the prompt; the default and the upper bound of ``max_tokens``.
+        first_token_only: for a prefill worker, to which the frontend sends ``max_tokens=1`` in place of the caller's:
+            whether ``min_tokens`` fits is for decode to say.
 
     Raises:
         InvalidRequest: an option that is out of range or not supported.
@@ -54,6 +56,8 @@ def parse_sampling(request: Mapping[str, Any], *, room: int) -> SamplingParams:
         raise InvalidRequest("top_p=0.0 keeps no token; use temperature=0 for greedy decoding")
     max_tokens = _integer(stop, "max_tokens", room, low=1)
     min_tokens = _integer(stop, "min_tokens", 0, low=0)
+    if first_token_only:
+        min_tokens = min(min_tokens, max_tokens)
     if min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens={min_tokens} is more than max_tokens={max_tokens}")
     ends = {int(t) for name in ("stop_token_ids", "stop_token_ids_visible") for t in stop.get(name) or ()}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +13,8 @@ from ..contract.errors import ConfigError
 from ..contract.trace import encode_trace, make_trace
 from ..models.base import Family
 from .prompt import Prompt
+
+logger = logging.getLogger(__name__)
 
 
 class RequestTracer:
@@ -30,9 +34,11 @@ class RequestTracer:
         except OSError as error:
             raise ConfigError(f"--trace-requests {folder}: {error}") from error
         self._folder, self._family, self._role, self._block = folder, family, role, tokens_per_block
+        self._failing = False
 
     def write(self, prompt: Prompt, unexpanded: Sequence[int], request_id: str) -> None:
-        """Write ``<request id>.<role>.json``."""
+        """Write ``<request id>.<role>.json``. Where that fails (a full disk, a folder that is gone), the trace is lost
+        and the request goes on; the first failure in a row is logged."""
         tokenizer = self._family.tokenizer
         trace = make_trace(
             prompt.layout,
@@ -50,4 +56,15 @@ class RequestTracer:
             texts={int(t): tokenizer.decode([int(t)]) for t in set(prompt.layout.token_ids.tolist())},
         )
         name = re.sub(r"[^\w.-]", "_", request_id)[:100]
-        (self._folder / f"{name}.{self._role}.json").write_bytes(encode_trace(trace))
+        path = self._folder / f"{name}.{self._role}.json"
+        try:
+            path.write_bytes(encode_trace(trace))
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "request %s is not traced, nor those that follow while this lasts: %s", request_id, error
+                )
+            self._failing = True
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
