@@ -171,12 +171,14 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
     checked at the end."""
     engines: list[ReferenceEngine] = []
 
-    async def make(model_dir: Path = TOY_MODEL, keys: Any = "exact", **config: Any) -> ReferenceEngine:
+    async def make(
+        model_dir: Path = TOY_MODEL, keys: Any = "exact", dtype: str = "auto", **config: Any
+    ) -> ReferenceEngine:
         nested = {k: config.pop(k) for k in list(config) if k in ("tokens_per_block", "max_tokens") or "reuse" in k}
         overrides = json.dumps(
             {"max_seq_len": 512, "kv_cache_config": {"tokens_per_block": 8, "max_tokens": 2048, **nested}, **config}
         )
-        engine = create(model_dir=model_dir, overrides=overrides, keys=keys, device="cpu")
+        engine = create(model_dir=model_dir, overrides=overrides, keys=keys, device="cpu", dtype=dtype)
         await engine.start()
         engines.append(engine)
         return engine

@@ -17,6 +17,7 @@ import torch
 
 from dynamo_epd.contract.errors import ConfigError, InvalidRequest, TransferError, Unavailable
 from dynamo_epd.contract.layout import PromptLayout
+from dynamo_epd.demo.toy_data import TOY_MODEL
 from dynamo_epd.engine import create_engine
 from dynamo_epd.engine.base import BlocksRemoved, BlocksStored, EngineRequest, RemoteKV, SamplingParams
 from dynamo_epd.engine.reference.runner import PagedRunner
@@ -441,6 +442,15 @@ async def test_stopping_after_a_failed_start(tmp_path: Any) -> None:
         create_engine("reference", model_dir=tmp_path)
     with pytest.raises(ConfigError, match="no engine 'vllm'"):
         create_engine("vllm", model_dir=tmp_path)
+    with pytest.raises(ConfigError, match="keys is 'none'"):
+        create_engine("reference", model_dir=TOY_MODEL, keys="none")
+    for options, problem in (({"device": "abacus"}, "device 'abacus'"), ({"dtype": "float7"}, "dtype 'float7'")):
+        engine = create_engine("reference", model_dir=TOY_MODEL, **options)
+        with pytest.raises(ConfigError, match=problem):
+            await engine.start()
+        assert engine.used_blocks() == 0
+        await engine.stop()
+        await engine.stop()
 
 
 async def test_placeholder_keys_say_so_loudly(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:

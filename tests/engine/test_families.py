@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from dynamo_epd.contract.errors import ConfigError, InvalidRequest
+from dynamo_epd.contract.errors import ConfigError, InvalidRequest, TransferError
 from dynamo_epd.engine.base import SamplingParams
 from dynamo_epd.engine.reference.attention import PagedAttention
 from dynamo_epd.engine.reference.scheduler import Chunk
@@ -127,6 +129,55 @@ async def test_positions_that_change_with_the_length_are_refused(
     path = write_tiny("llava_next", tmp_path_factory.mktemp("dynamic"), {"rope_parameters": rope})
     with pytest.raises(ConfigError, match="dynamic rotary positions"):
         await make_engine(path)
+
+
+async def test_an_omni_checkpoint_runs_its_thinker(
+    tmp_path_factory: pytest.TempPathFactory, make_engine: MakeEngine
+) -> None:
+    """The published checkpoints hold a thinker, a talker and more under one configuration."""
+    thinker = write_tiny("qwen2_5_omni", tmp_path_factory.mktemp("thinker"), {})
+    tiny = Tiny(thinker)
+    prompt, want = prompts(tiny, 1)[0]
+    whole = tmp_path_factory.mktemp("omni")
+    inner = json.loads((thinker / "config.json").read_text())
+    config = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniForConditionalGeneration"]}
+    (whole / "config.json").write_text(json.dumps({**config, "thinker_config": inner}))
+    weights = load_file(thinker / "model.safetensors")
+    weights = {f"thinker.{name}": tensor for name, tensor in weights.items()}
+    save_file({**weights, "talker.head.weight": torch.zeros(1)}, whole / "model.safetensors", {"format": "pt"})
+    engine = await make_engine(whole)
+    assert (await ask(engine, prompt.request("x", SamplingParams(max_tokens=ANSWER)))).tokens == want
+
+
+async def test_missing_weights_are_not_made_up(
+    tmp_path_factory: pytest.TempPathFactory, make_engine: MakeEngine
+) -> None:
+    path = write_tiny("qwen3_vl", tmp_path_factory.mktemp("missing"), {})
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if "layers.1.self_attn.q_proj" in name)
+    del weights[name]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"no weights.*layers.1.self_attn.q_proj"):
+        await make_engine(path)
+
+
+async def test_half_precision_is_handed_on_as_it_is(
+    tmp_path_factory: pytest.TempPathFactory, make_engine: MakeEngine
+) -> None:
+    path = write_tiny("qwen3_vl", tmp_path_factory.mktemp("bf16"), {})
+    tiny = Tiny(path)
+    rng = np.random.default_rng(1)
+    prompt = tiny.prompt([[5, 6, 7], tiny.item(rng, 12, 4), [8, 9]])
+    source, target = [await make_engine(path, dtype="bfloat16") for _ in range(2)]
+    params = SamplingParams(max_tokens=ANSWER)
+    want = await ask(source, prompt.request("whole", params))
+    remote, fetch, _ = await prefill(source, prompt.request("p", params))
+    assert fetch.kv.dtype == torch.bfloat16
+    answer = await ask(target, prompt.request("d", params, remote_kv=remote, embeddings=()))
+    assert answer.tokens == want.tokens
+    other = await make_engine(path)
+    with pytest.raises(TransferError, match="bfloat16"):
+        await ask(other, prompt.request("d", params, remote_kv=remote, embeddings=()))
 
 
 def test_attention_that_is_not_implemented_is_refused() -> None:

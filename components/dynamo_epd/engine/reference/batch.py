@@ -63,7 +63,7 @@ def _ids(c: Chunk) -> np.ndarray:
 
 
 def _positions(c: Chunk) -> np.ndarray:
-    """int64 ``[3, tokens]``."""
+    """``[3, tokens]``, int64 or float64."""
     request, n = c.seq.request, c.seq.n
     later = np.arange(max(c.start, n), c.end) + request.position_delta
     if request.position_ids is None or c.start >= n:

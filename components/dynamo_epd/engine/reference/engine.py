@@ -180,32 +180,38 @@ class ReferenceEngine:
         self._runner = None
 
     async def _run(self) -> None:
+        fault: Exception | None = None
         try:
             while True:
-                plan = self.scheduler.schedule()
-                seqs = {c.seq for c in plan.chunks}
-                self._busy |= seqs.union(plan.imports)
-                if plan.copies:
-                    await self._in_thread(self._paged.copy, plan.copies)
-                self._busy.difference_update(plan.imports)
-                for seq in plan.imports:
-                    if seq.cancelled:
-                        self._drop(seq)
-                    else:
-                        seq.fetch = asyncio.create_task(self._import(seq))
-                if not plan.chunks:
-                    self._wake.clear()
+                self._wake.clear()
+                if not await self._step():
                     await self._wake.wait()
-                    continue
-                results = await self._execute(plan.chunks)
-                self._busy -= seqs
-                for chunk, result in zip(plan.chunks, results, strict=True):
-                    self._apply(chunk, result)
         except Exception as error:
             logger.exception("the engine stopped")
-            self._end_all(error)
+            fault = error
         finally:
-            self._end_all()
+            await self._end_all(fault)
+
+    async def _step(self) -> bool:
+        """Plan, run and apply one step; False where there was nothing to compute."""
+        plan = self.scheduler.schedule()
+        seqs = {c.seq for c in plan.chunks}
+        self._busy |= seqs.union(plan.imports)
+        if plan.copies:
+            await self._in_thread(self._paged.copy, plan.copies)
+        self._busy.difference_update(plan.imports)
+        for seq in plan.imports:
+            if seq.cancelled:
+                self._drop(seq)
+            else:
+                seq.fetch = asyncio.create_task(self._import(seq))
+        if not plan.chunks:
+            return False
+        results = await self._execute(plan.chunks)
+        self._busy -= seqs
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            self._apply(chunk, result)
+        return True
 
     async def _execute(self, chunks: list[Chunk]) -> list[Result]:
         """Run a step. Where it fails as a whole, its chunks run one by one, so that only those at fault fail."""
@@ -271,13 +277,14 @@ class ReferenceEngine:
         self._emit(seq, remote.first_token, remote.first_logprob)
         self._wake.set()
 
-    def _end_all(self, error: Exception | None = None) -> None:
-        """The loop has ended, and so must every request: with ``error``, or as cancelled."""
+    async def _end_all(self, fault: Exception | None) -> None:
+        """The loop has ended, and so must every request: with ``fault``, or as cancelled."""
+        fetches = [seq.fetch for seq in self._seqs.values() if seq.fetch is not None and seq.fetch.cancel()]
+        if fetches:
+            await asyncio.wait(fetches)
         for seq in self._seqs.values():
-            if seq.fetch is not None:
-                seq.fetch.cancel()
             if not seq.left.is_set():
-                self._drop(seq, error or EngineOutput([], "cancelled", cached_tokens=seq.cached_tokens))
+                self._drop(seq, fault or EngineOutput([], "cancelled", cached_tokens=seq.cached_tokens))
 
     def _drop(self, seq: Seq, last: EngineOutput | Exception | None = None) -> None:
         """Free what the request holds, and let ``last`` be the end of its answer."""

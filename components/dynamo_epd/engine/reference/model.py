@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ AttentionInterface.register(NAME, paged_attention)
 
 # Names that configurations give to the number of layers of a tower.
 _DEPTHS = ("depth", "num_hidden_layers", "encoder_layers", "num_layers", "num_blocks")
-# Models in which the tokens of one image see each other in both directions. Their ``forward`` has token types.
-_BIDIRECTIONAL_ITEMS = frozenset({"gemma3"})
+# Models in which the tokens of one image see each other in both directions, in every layer.
+_BIDIRECTIONAL_ITEMS = frozenset({"gemma3", "gemma3_text"})
+# What the code of models that attend other than causally says.
+_MASK_WORDS = ("block_sequence_ids", "or_mask_function")
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent"})
 
 
@@ -67,11 +70,12 @@ class LanguageModel:
 
 
 def read_config(model_dir: Path) -> Any:
-    """The checkpoint's configuration. Raises ``ConfigError``."""
+    """The checkpoint's configuration; of an omni model, its thinker's. Raises ``ConfigError``."""
     try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{model_dir} is not a model directory that transformers can read: {error}") from error
+    return getattr(config, "thinker_config", config)
 
 
 def load_language_model(model_dir: Path, device: str, dtype: str, max_seq_len: int) -> LanguageModel:
@@ -96,7 +100,8 @@ def load_language_model(model_dir: Path, device: str, dtype: str, max_seq_len: i
         head, decoder = decoder.lm_head, decoder.model
     if head is None:
         raise ConfigError(f"{model_dir}: {type(model).__name__} has no output layer")
-    bidirectional = "token_type_ids" in inspect.signature(type(model).forward).parameters
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    bidirectional = any(word in source for word in _MASK_WORDS)
     if bidirectional and config.model_type not in _BIDIRECTIONAL_ITEMS:
         raise ConfigError(f"the reference engine does not know how {config.model_type} attends inside an item")
     _check(text, max_seq_len)
@@ -150,7 +155,12 @@ def _load(cls: Any, model_dir: Path, config: Any, text: Any, dtype: str) -> Any:
     hf_logging.disable_progress_bar()
     try:
         model, report = cls.from_pretrained(
-            model_dir, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            model_dir,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            key_mapping={r"^thinker\.": ""},
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ConfigError(f"{model_dir} cannot be loaded: {error}") from error

@@ -234,5 +234,5 @@ def _check_positions(request: EngineRequest, limits: Limits) -> None:
         return
     if not limits.mrope:
         raise InvalidRequest("this model takes no position_ids: its positions are 0, 1, 2, ...")
-    if positions.shape != (3, n) or positions.dtype.kind not in "iu":
-        raise InvalidRequest(f"position_ids is {positions.dtype} {positions.shape}, must be integers of shape (3, {n})")
+    if positions.shape != (3, n) or positions.dtype.kind not in "iuf":
+        raise InvalidRequest(f"position_ids is {positions.dtype} {positions.shape}, must be numbers of shape (3, {n})")
