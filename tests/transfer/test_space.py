@@ -10,9 +10,12 @@ TOTAL = 500
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 90), st.integers(0, 10**6)), max_size=120))
-def test_against_a_map_of_units(steps: list[tuple[bool, int, int]]) -> None:
-    space = FreeSpace(TOTAL)
+@given(
+    st.sampled_from([0, 1, 60, 300, 1000]),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 90), st.integers(0, 10**6)), max_size=120),
+)
+def test_against_a_map_of_units(cool: int, steps: list[tuple[bool, int, int]]) -> None:
+    space = FreeSpace(TOTAL, cool)
     owner: list[Block | None] = [None] * TOTAL
     taken: list[Block] = []
     for take, size, pick in steps:
@@ -59,3 +62,17 @@ def test_one_block_in_use_leaves_the_rest_usable() -> None:
             assert block is not None
             space.give(block)
     assert held is not None and space.free == 399
+
+
+def test_what_was_given_back_last_is_handed_out_last() -> None:
+    space = FreeSpace(100, cool=30)
+    starts = []
+    for _ in range(9):
+        block = space.take(10)
+        assert block is not None
+        starts.append(block.start)
+        space.give(block)
+    # Three blocks of 10 cool; the one before them is used again.
+    assert starts == [0, 10, 20, 30, 0, 10, 20, 30, 0]
+    whole = space.take(100)
+    assert whole is not None and space.free == 0

@@ -21,7 +21,7 @@ from ..contract.errors import ConfigError
 
 WAYS = ("dynamo-epd", "trtllm", "nixl-read", "nixl-write", "local", "socket", "memcpy")
 _MB = 1 << 20
-_BLOCKS = 6
+_BLOCKS = 4
 _START_S = 120.0
 _BLOCK_S = 120.0
 
@@ -78,7 +78,7 @@ def measure(
                     # Another order in each block, so that no way always follows the same one.
                     for way in [*ways[block % len(ways) :], *ways[: block % len(ways)]]:
                         share = max(count // _BLOCKS, lanes) // lanes * lanes
-                        got = pairs[way].measure(size, share, 2 if block else 10 // lanes + 1, lanes)
+                        got = pairs[way].measure(size, share, 5 if block else 10, lanes)
                         times.setdefault((way, size, lanes), []).extend(got["times"])
                         seconds.setdefault((way, size, lanes), []).append(got["seconds"] / len(got["times"]))
     return [

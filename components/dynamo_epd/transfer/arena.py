@@ -126,6 +126,7 @@ class Arena:
         evict: called when memory is short; frees one slot that nobody uses and returns True, or returns False.
         evictable: bytes that ``evict`` could free altogether.
         first_generation: generation of the first slot, counted up from there.
+        cool: granules that are used again last; see ``FreeSpace``.
     """
 
     def __init__(
@@ -134,10 +135,11 @@ class Arena:
         evict: Callable[[], bool] = lambda: False,
         evictable: Callable[[], int] = lambda: 0,
         first_generation: int = 1,
+        cool: int = 0,
     ):
         self.memory = memory
         self.quarantined_bytes = 0
-        self._space = FreeSpace(memory.size // GRANULE)
+        self._space = FreeSpace(memory.size // GRANULE, cool)
         self._evict = evict
         self._evictable = evictable
         self._generation = first_generation

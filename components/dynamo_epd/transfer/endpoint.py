@@ -30,6 +30,8 @@ from .protocol import Checked, Hello, Message, note, noted
 from .store import Store
 
 _TICK_S = 0.05
+_COOL_BYTES = 16 << 20
+"""What half a last-level cache holds."""
 
 
 class Endpoint:
@@ -48,7 +50,11 @@ class Endpoint:
         self.region = region
         self.store = Store(config.keep_bytes)
         self.arena = Arena(
-            region, self.store.evict, self.store.evictable, first_generation=int.from_bytes(os.urandom(3), "big") << 28
+            region,
+            self.store.evict,
+            self.store.evictable,
+            first_generation=int.from_bytes(os.urandom(3), "big") << 28,
+            cool=_COOL_BYTES // GRANULE if region.kind == "host" else 0,
         )
         self.offers = Offers(self, config.offer_ttl, config.timeout)
         self.fetches = Fetches(self.arena, self, config.verify_transfers, settle=config.timeout)

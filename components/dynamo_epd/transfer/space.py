@@ -7,6 +7,8 @@ number of steps in any order; neighbours merge at once, and nothing is rounded u
 
 from __future__ import annotations
 
+from collections import deque
+
 _SUB_BITS = 4
 _SUBS = 1 << _SUB_BITS
 
@@ -25,11 +27,19 @@ class Block:
 
 
 class FreeSpace:
-    """Hands out blocks of ``[0, total)``. Counts units, knows nothing of memory."""
+    """Hands out blocks of ``[0, total)``. Counts units, knows nothing of memory.
 
-    def __init__(self, total: int):
+    Args:
+        cool: units given back last that are handed out again only when there are no others. Memory that another core
+            has just read is several times slower to write than memory that it has lost from its cache.
+    """
+
+    def __init__(self, total: int, cool: int = 0):
         self.total = total
         self.free = total
+        self._cool = cool
+        self._cooling: deque[Block] = deque()
+        self._cooling_units = 0
         self._lists: dict[int, dict[Block, None]] = {}
         self._filled = 0  # bit c is set where class c has a block
         self._insert(Block(0, total))
@@ -37,6 +47,9 @@ class FreeSpace:
     def take(self, size: int) -> Block | None:
         """A block of exactly ``size`` units (>= 1), or None when no free block is that long."""
         block = self._find(size)
+        while block is None and self._cooling:
+            self._settle()
+            block = self._find(size)
         if block is None:
             return None
         self._remove(block)
@@ -53,6 +66,15 @@ class FreeSpace:
     def give(self, block: Block) -> None:
         """Free a block that ``take`` gave."""
         self.free += block.size
+        self._cooling.append(block)
+        self._cooling_units += block.size
+        while self._cooling_units > self._cool:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Merge the block that was given back first with its neighbours, to be handed out again."""
+        block = self._cooling.popleft()
+        self._cooling_units -= block.size
         block.free = True
         if block.after is not None and block.after.free:
             self._remove(block.after)
