@@ -331,3 +331,23 @@ class Tiny:
                 gap = min(gap, float(best.values[0] - best.values[1]))
                 tokens.append(int(best.indices[0]))
         return tokens, gap
+
+
+ONE = SamplingParams(max_tokens=1)
+FOUR = SamplingParams(max_tokens=4)
+
+
+def text(seed: int, n: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, Toy.TEXT, n).tolist()
+
+
+@pytest.fixture(scope="session")
+def pictures(toy: Toy) -> list[Item]:
+    """Three pictures with 16 rows each."""
+    rng = np.random.default_rng(5)
+    found: list[Item] = []
+    while len(found) < 3:
+        item = toy.item(rng)
+        if len(item.embedding) == 16:
+            found.append(item)
+    return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine shares, counts, refuses and frees."""
+"""What the engine shares, counts and frees."""
 
 from __future__ import annotations
 
@@ -15,34 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from dynamo_epd.contract.errors import ConfigError, InvalidRequest, TransferError, Unavailable
-from dynamo_epd.contract.layout import PromptLayout
-from dynamo_epd.demo.toy_data import TOY_MODEL
-from dynamo_epd.engine import create_engine
-from dynamo_epd.engine.base import BlocksRemoved, BlocksStored, EngineRequest, RemoteKV, SamplingParams
+from dynamo_epd.contract.errors import Unavailable
+from dynamo_epd.engine.base import BlocksRemoved, BlocksStored, RemoteKV, SamplingParams
 from dynamo_epd.engine.reference.runner import PagedRunner
 from dynamo_epd.engine.reference.scheduler import Chunk
 
-from .conftest import Item, MakeEngine, Prompt, Toy, ask, prefill
-
-ONE = SamplingParams(max_tokens=1)
-FOUR = SamplingParams(max_tokens=4)
-
-
-def text(seed: int, n: int) -> list[int]:
-    return np.random.default_rng(seed).integers(1, Toy.TEXT, n).tolist()
-
-
-@pytest.fixture(scope="module")
-def pictures(toy: Toy) -> list[Item]:
-    """Three pictures with 16 rows each."""
-    rng = np.random.default_rng(5)
-    found: list[Item] = []
-    while len(found) < 3:
-        item = toy.item(rng)
-        if len(item.embedding) == 16:
-            found.append(item)
-    return found
+from .conftest import FOUR, ONE, Item, MakeEngine, Prompt, Toy, ask, prefill, text
 
 
 def tokens_in(steps: list[list[Chunk]]) -> int:
@@ -105,114 +83,6 @@ async def test_whoever_waits_for_a_prefix_goes_on_when_its_owner_is_cancelled(
     answer = await waiter
     assert 8 <= answer.cached < 88
     assert tokens_in(computed) <= 90 + 16
-
-
-async def test_only_missing_blocks_are_fetched(toy: Toy, pictures: list[Item], make_engine: MakeEngine) -> None:
-    source, target = await make_engine(), await make_engine()
-    a, b, _ = pictures
-    prompts = [toy.prompt([text(0, 14), a, text(1, 9)]), toy.prompt([text(0, 14), a, b, text(1, 9)])]
-    alone = [await ask(source, p.request(f"alone {i}", FOUR)) for i, p in enumerate(prompts)]
-    asked = []
-    for i, name in ((0, "cold"), (0, "all there"), (1, "a part there"), (1, "all there now")):
-        remote, fetch, _ = await prefill(source, prompts[i].request(name, FOUR))
-        request = prompts[i].request(name, FOUR, remote_kv=remote, embeddings=())
-        assert (await ask(target, request)).tokens == alone[i].tokens
-        asked.append(fetch.first_blocks)
-    assert asked == [[0], [], [4], []]
-
-
-async def test_concurrent_imports_of_one_prompt_fetch_it_once(toy: Toy, make_engine: MakeEngine) -> None:
-    source, target = await make_engine(), await make_engine()
-    prompt = toy.prompt([text(0, 40)])
-    remote, fetch, _ = await prefill(source, prompt.request("p", FOUR))
-    answers = await asyncio.gather(
-        *(ask(target, prompt.request(f"d{i}", FOUR, remote_kv=remote, embeddings=())) for i in range(3))
-    )
-    assert len({tuple(a.tokens) for a in answers}) == 1
-    assert fetch.first_blocks == [0]
-
-
-@pytest.mark.parametrize("sizes", [(8, 5), (4, 16)])
-async def test_prefill_and_decode_may_cut_their_blocks_differently(
-    toy: Toy, pictures: list[Item], make_engine: MakeEngine, sizes: tuple[int, int]
-) -> None:
-    source, target = [await make_engine(tokens_per_block=size) for size in sizes]
-    for turn, item in enumerate((pictures[0], pictures[0], pictures[1])):
-        prompt = toy.prompt([text(0, 21), item, text(turn, 9)])
-        want = (await ask(source, prompt.request(f"alone {turn}", FOUR))).tokens
-        remote, _, _ = await prefill(source, prompt.request(f"p {turn}", FOUR))
-        answer = await ask(target, prompt.request(f"d {turn}", FOUR, remote_kv=remote, embeddings=()))
-        assert answer.tokens == want
-
-
-async def test_a_fetch_that_fails_fails_its_request_alone(toy: Toy, make_engine: MakeEngine) -> None:
-    source, target = await make_engine(), await make_engine()
-    prompt = toy.prompt([text(0, 40)])
-    remote, fetch, _ = await prefill(source, prompt.request("p", FOUR))
-
-    async def lost(first_block: int) -> torch.Tensor:
-        await asyncio.sleep(0)
-        raise TransferError("peer_lost", "the prefill worker is gone")
-
-    async def short(first_block: int) -> torch.Tensor:
-        return fetch.kv[first_block + 1 :]
-
-    def request(name: str, call: Any) -> EngineRequest:
-        return prompt.request(name, FOUR, remote_kv=replace(remote, fetch=call), embeddings=())
-
-    answers = await asyncio.gather(
-        ask(target, request("lost", lost)), ask(target, request("waits for it", fetch)), return_exceptions=True
-    )
-    assert isinstance(answers[0], TransferError) and not isinstance(answers[1], BaseException)
-    fresh = await make_engine()
-    with pytest.raises(TransferError, match="the KV received is"):
-        await ask(fresh, request("short", short))
-    assert fresh.used_blocks() == 0
-
-
-async def test_a_first_token_that_ends_the_answer_needs_no_kv(toy: Toy, make_engine: MakeEngine) -> None:
-    source, target = await make_engine(), await make_engine()
-    prompt = toy.prompt([text(0, 20)])
-    remote, fetch, first = await prefill(source, prompt.request("p", FOUR))
-    stop = replace(FOUR, stop_token_ids=frozenset(first.tokens))
-    answer = await ask(target, prompt.request("stop", stop, remote_kv=remote, embeddings=()))
-    assert (answer.tokens, answer.last.finish_reason) == (first.tokens, "stop")
-    answer = await ask(target, prompt.request("length", ONE, remote_kv=remote, embeddings=()))
-    assert (answer.tokens, answer.last.finish_reason) == (first.tokens, "length")
-    assert fetch.first_blocks == []
-
-
-async def test_an_export_holds_its_blocks_until_it_is_released(toy: Toy, make_engine: MakeEngine) -> None:
-    engine = await make_engine(max_tokens=64, max_seq_len=64)
-    await ask(engine, toy.prompt([text(3, 60)]).request("what was in the blocks before", FOUR))
-    prompt = toy.prompt([text(0, 41)])
-    answer = await ask(engine, prompt.request("p", FOUR, prefill_only=True))
-    export = answer.last.kv
-    assert export is not None and export.shape == (6, 4, 2, 2, 8, 32)
-    other = asyncio.create_task(ask(engine, toy.prompt([text(1, 41)]).request("other", ONE)))
-    await asyncio.sleep(0.05)
-    assert not other.done()
-    kv = torch.full(export.shape, torch.nan)
-    export.copy_to(kv)
-    assert kv.isfinite().all() and (kv[-1, :, :, :, 1:] == 0).all()
-    with pytest.raises(ValueError, match="must be"):
-        export.copy_to(kv[1:])
-    export.release()
-    export.release()
-    await other
-    engine.check()
-
-
-async def test_an_export_that_nobody_takes_is_released(toy: Toy, make_engine: MakeEngine) -> None:
-    engine = await make_engine()
-    outputs = engine.generate(toy.prompt([text(0, 41)]).request("p", FOUR, prefill_only=True))
-    waiting = asyncio.ensure_future(anext(outputs))
-    while not engine.scheduler.exported:
-        await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    await outputs.aclose()
-    assert not engine.scheduler.exported
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -435,86 +305,3 @@ async def test_stopping_ends_what_is_in_flight(toy: Toy, make_engine: MakeEngine
     with pytest.raises(Unavailable):
         await ask(engine, prompt.request("late", ONE))
     await engine.stop()
-
-
-async def test_stopping_after_a_failed_start(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="not a model directory"):
-        create_engine("reference", model_dir=tmp_path)
-    with pytest.raises(ConfigError, match="no engine 'vllm'"):
-        create_engine("vllm", model_dir=tmp_path)
-    with pytest.raises(ConfigError, match="keys is 'none'"):
-        create_engine("reference", model_dir=TOY_MODEL, keys="none")
-    for options, problem in (({"device": "abacus"}, "device 'abacus'"), ({"dtype": "float7"}, "dtype 'float7'")):
-        engine = create_engine("reference", model_dir=TOY_MODEL, **options)
-        with pytest.raises(ConfigError, match=problem):
-            await engine.start()
-        assert engine.used_blocks() == 0
-        await engine.stop()
-        await engine.stop()
-
-
-async def test_placeholder_keys_say_so_loudly(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        await make_engine(keys="placeholder")
-    assert "KEYED BY PLACEHOLDER TOKENS" in caplog.text
-
-
-def broken(toy: Toy, pictures: list[Item]) -> dict[str, tuple[EngineRequest, str]]:
-    """Requests that must not run, with what the error must say."""
-    a, b, _ = pictures
-    good = toy.prompt([text(0, 9), a, text(1, 9), b, text(2, 9)])
-    request = good.request("x", FOUR)
-    one = toy.prompt([text(0, 9), a, text(1, 9)])
-    moved = toy.prompt([text(0, 10), a, text(1, 8), b, text(2, 9)])
-    mm = good.multimodal_input
-    sampling = request.sampling
-
-    async def fetch(first_block: int) -> torch.Tensor:
-        raise AssertionError
-
-    return {
-        "no metadata": (replace(request, multimodal_input=None), "2 media items but no multimodal_input"),
-        "metadata for fewer items": (replace(request, multimodal_input=one.multimodal_input), "has 1 items"),
-        "metadata of another layout": (
-            replace(request, multimodal_input=moved.multimodal_input),
-            "item 1: .*places it",
-        ),
-        "metadata on text": (replace(toy.prompt([text(0, 9)]).request("x", FOUR), multimodal_input=mm), "has 2 items"),
-        "an embedding missing": (replace(request, embeddings=[a.embedding]), "1 embeddings for 2 media items"),
-        "too few rows": (replace(request, embeddings=[a.embedding, b.embedding[1:]]), r"item 2: .*shape \(15, 128\)"),
-        "another width": (replace(request, embeddings=[a.embedding[:, 1:], b.embedding]), "16 slots of width 128"),
-        "not floats": (replace(request, embeddings=[a.embedding.int(), b.embedding]), "item 1: .*int32"),
-        "no positions": (replace(request, position_ids=None), "needs position_ids"),
-        "positions too short": (replace(request, position_ids=good.position_ids[:, 1:]), "shape"),
-        "empty": (EngineRequest("x", PromptLayout.text([]), FOUR), "empty"),
-        "too long": (toy.prompt([text(0, 512)]).request("x", FOUR), "512 tokens"),
-        "unknown id": (toy.prompt([[5, 400]]).request("x", FOUR), "400 is not in the vocabulary"),
-        "KV of another prompt": (replace(request, remote_kv=RemoteKV(3, 8, 0, fetch)), "of 3 tokens"),
-        "no tokens wanted": (replace(request, sampling=replace(sampling, max_tokens=0)), "max_tokens"),
-        "temperature": (replace(request, sampling=replace(sampling, temperature=-1.0)), "temperature"),
-        "top_p": (replace(request, sampling=replace(sampling, top_p=0.0)), "top_p"),
-        "top_k": (replace(request, sampling=replace(sampling, top_k=-1)), "top_k"),
-        "logprobs": (replace(request, sampling=replace(sampling, logprobs=-1)), "logprobs"),
-    }
-
-
-async def test_requests_that_cannot_be_run_are_refused_and_leave_nothing(
-    toy: Toy, pictures: list[Item], make_engine: MakeEngine
-) -> None:
-    engine = await make_engine()
-    for name, (request, message) in broken(toy, pictures).items():
-        with pytest.raises(InvalidRequest, match=message):
-            await ask(engine, request)
-            pytest.fail(name)
-    assert engine.used_blocks() == 0 and not engine._seqs
-    small = await make_engine(max_num_tokens=32)
-    with pytest.raises(InvalidRequest, match="enable_chunked_prefill"):
-        await ask(small, toy.prompt([text(0, 40)]).request("x", ONE))
-
-
-async def test_a_request_id_is_used_once_at_a_time(toy: Toy, make_engine: MakeEngine) -> None:
-    engine = await make_engine()
-    request = toy.prompt([text(0, 20)]).request("same", FOUR)
-    answers = await asyncio.gather(ask(engine, request), ask(engine, request), return_exceptions=True)
-    assert isinstance(answers[1], InvalidRequest) and not isinstance(answers[0], BaseException)
-    await ask(engine, request)

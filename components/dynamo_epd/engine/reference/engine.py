@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
-
 from ...contract.errors import ConfigError, InvalidRequest, Unavailable
 from ..base import EngineInfo, EngineOutput, EngineRequest, KVEventListener, Logprob
 from .block_cache import BlockCache
@@ -23,7 +21,7 @@ from .config import ReferenceConfig, load_engine_config
 from .memory import fit
 from .model import load_language_model
 from .recurrent import RecurrentRunner
-from .runner import PagedRunner, Result
+from .runner import Export, PagedRunner, Result
 from .scheduler import Chunk, Scheduler
 from .sequence import Limits, Seq
 
@@ -244,7 +242,7 @@ class ReferenceEngine:
         )
         seq.append(token)
         if seq.request.prefill_only:
-            output.kv = _Export(self, seq)
+            output.kv = Export(self._paged, seq, self._drop)
             self.scheduler.export(seq)
             seq.outputs.put_nowait(output)
         elif output.finish_reason is not None:
@@ -323,21 +321,3 @@ class ReferenceEngine:
         except asyncio.CancelledError:
             await asyncio.wait({future})
             raise
-
-
-class _Export:
-    """The KV of a finished ``prefill_only`` request; see ``engine.base.KVExport``."""
-
-    def __init__(self, engine: ReferenceEngine, seq: Seq):
-        runner = engine._paged
-        self._engine, self._seq = engine, seq
-        self.shape: tuple[int, ...] = (seq.num_blocks, *runner.block_shape)
-        self.dtype = runner.dtype
-
-    def copy_to(self, out: torch.Tensor) -> None:
-        if tuple(out.shape) != self.shape or out.dtype != self.dtype:
-            raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, must be {self.dtype} {self.shape}")
-        self._engine._paged.read(self._seq.blocks[: self.shape[0]], self._seq.n, out)
-
-    def release(self) -> None:
-        self._engine._drop(self._seq)

@@ -7,7 +7,7 @@ nobody writes to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -150,3 +150,20 @@ class PagedRunner:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device)
+
+
+class Export:
+    """The KV of a finished ``prefill_only`` request; see ``engine.base.KVExport``."""
+
+    def __init__(self, runner: PagedRunner, seq: Seq, release: Callable[[Seq], None]):
+        self._runner, self._seq, self._release = runner, seq, release
+        self.shape: tuple[int, ...] = (seq.num_blocks, *runner.block_shape)
+        self.dtype = runner.dtype
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        if tuple(out.shape) != self.shape or out.dtype != self.dtype:
+            raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, must be {self.dtype} {self.shape}")
+        self._runner.read(self._seq.blocks[: self.shape[0]], self._seq.n, out)
+
+    def release(self) -> None:
+        self._release(self._seq)
