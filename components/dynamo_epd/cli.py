@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
         "layout": Command("bench.layout", "time the prompt layout and the block keys"),
         "transfer": Command("bench.transfer", "time moving embeddings between two processes"),
         "prefill": Command("bench.prefill", "time to first token with block reuse on and off"),
+        "serve": Command("bench.serve", "load the real stack with block reuse on, off and keyed by placeholders"),
     },
 }
 """Every subcommand; a nested mapping is a group (``dynamo-epd bench layout``)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,16 +83,15 @@ class Held:
 
 def held(stack: Stack) -> dict[str, Held]:
     """By service; only of those that run."""
-    return {
-        name: Held(process.pid, _rss(process.pid), len(list(Path(f"/proc/{process.pid}/fd").iterdir())))
-        for name, process in list(stack.processes.items())
-        if process.poll() is None
-    }
-
-
-def _rss(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
+    found = {}
+    for name, process in list(stack.processes.items()):
+        with suppress(OSError):  # it may end while it is looked at
+            files = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+            status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            rss = [int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS")]
+            if rss:
+                found[name] = Held(process.pid, rss[0], files)
+    return found
 
 
 def soak_stack() -> Stack:
@@ -101,7 +101,11 @@ def soak_stack() -> Stack:
         topology="e-p-d",
         engine_args=("--engine", "reference", "--override-engine-args", json.dumps(ENGINE)),
         encode_args=("--multimodal-embedding-cache-capacity-gb", "0.02"),
-        common_args=("--verify-transfers", "--transfer-timeout", "5", "--publish-kv-events"),
+        # A small arena: its pages count as used memory once they have been touched, all of them soon.
+        common_args=(
+            *("--verify-transfers", "--transfer-timeout", "5", "--transfer-arena-bytes", str(48 << 20)),
+            "--publish-kv-events",
+        ),
     )
     return Stack(services, MODEL, frontend_args=("--router-mode", "kv"), env={"OMP_NUM_THREADS": "1"})
 

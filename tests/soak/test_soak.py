@@ -59,7 +59,7 @@ class Soak:
             if not right:
                 self.faults.append(f"answered {answer}, not {turn.expected!r}")
             return
-        self.outcomes[f"status {answer.status}"] += 1
+        self.outcomes[f"status {answer.status}: {answer.text}"] += 1
         if answer.status not in TYPED or not answer.text:
             self.faults.append(f"neither an answer nor a typed error: {answer}")
         elif undisturbed:
@@ -165,6 +165,7 @@ async def test_soak(talks, seconds, kill_every):
         watcher = asyncio.ensure_future(watch(soak, seen))
         clients = [client(soak, random.Random(i), end) for i in range(CLIENTS)]
         await asyncio.gather(killer(soak, kill_every, calm), *clients)
+        assert not watcher.done()
         watcher.cancel()
         stack.check()
         problems = grown(seen)
