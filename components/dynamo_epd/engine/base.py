@@ -87,7 +87,7 @@ class EngineRequest:
         sampling: sampling and stop options.
         multimodal_input: the seven fields, or None for a prompt without media.
         embeddings: per item in prompt order ``[rows, width]``; width = hidden size x (1 + deepstack layers).
-        position_ids: int64 ``[3, n]`` for M-RoPE models, or None for 0..n-1.
+        position_ids: ``[3, n]`` for M-RoPE models, int64 or (Qwen3-Omni's videos) float64; None for 0..n-1.
         position_delta: generated token i has position ``n + i + position_delta`` (on all three axes).
         cache_salt: isolates block sharing: only requests with an equal salt share; None is a salt of its own.
         lora_id: adapter number, part of the block keys' scope.
@@ -107,7 +107,7 @@ class EngineRequest:
     multimodal_input: MultimodalInput | None = None
     embeddings: Sequence[torch.Tensor] = ()
     position_ids: np.ndarray | None = None
-    position_delta: int = 0
+    position_delta: float = 0
     cache_salt: str | None = None
     lora_id: int | None = None
     reuse: bool = True

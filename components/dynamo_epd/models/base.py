@@ -207,5 +207,8 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, int]:
-        """M-RoPE position ids (int64 ``[3, n]``) and the delta for generated tokens; ``(None, 0)`` for plain RoPE."""
+    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, float]:
+        """M-RoPE position ids (``[3, n]``) and the delta for generated tokens; ``(None, 0)`` for plain RoPE.
+
+        Both are whole (int64), except where a model places the frames of a video between whole positions.
+        """

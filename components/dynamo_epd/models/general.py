@@ -220,7 +220,7 @@ class GeneralFamily(PretrainedFamily):
         layers = [layer if isinstance(layer, torch.Tensor) else torch.cat(list(layer)) for layer in deepstack]
         return list(torch.cat([flat, *layers], dim=-1).split([item.rows for item in items]))
 
-    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, int]:
+    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, float]:
         return None, 0
 
 

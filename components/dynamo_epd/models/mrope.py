@@ -32,51 +32,55 @@ def grid_of(index: int, item: ItemHandoff, merge: int) -> tuple[int, int, int]:
     return t, h, w
 
 
-def grid_offsets(grid: Sequence[int], merge: int, *factors: float) -> np.ndarray:
-    """int64 ``[3, rows]``: time, height and width offset of each embedding row of an item.
+def grid_offsets(grid: Sequence[int], merge: int, *factors: float, whole: bool = True) -> np.ndarray:
+    """``[3, rows]``: time, height and width offset of each embedding row of an item; int64 where all are whole.
 
     Args:
         grid: ``(t, h, w)`` in patches.
         merge: patches per side that become one row.
-        factors: what a step of ``t`` is multiplied by, in this order and in float32 as torch does, then cut to an
-            integer.
+        factors: what a step of ``t`` is multiplied by, in this order and in float32 as torch does.
+        whole: cut times to integers; else the result is float32 where one is a fraction.
     """
     t, h, w = grid[0], grid[1] // merge, grid[2] // merge
     offsets = np.indices((t, h, w), dtype=np.int64).reshape(3, -1)
     times = np.arange(t, dtype=np.float32)
     for factor in factors:
         times = times * np.float32(factor)
-    offsets[0] = np.repeat(times.astype(np.int64), h * w)
+    if not whole and (times != np.floor(times)).any():
+        offsets = offsets.astype(np.float32)
+    offsets[0] = np.repeat(times.astype(offsets.dtype), h * w)
     return offsets
 
 
 def place(
     layout: PromptLayout,
     offsets: Sequence[np.ndarray],
-    advances: Sequence[int],
+    advances: Sequence[float],
     *,
     stretch: Sequence[int] | None = None,
     still: Sequence[int] = (),
-) -> tuple[np.ndarray, int]:
+) -> tuple[np.ndarray, float]:
     """Position ids of the whole prompt. Time starts at 0 in every stretch.
 
     Args:
-        offsets: int64 ``[3, rows]`` per item, as from ``grid_offsets``.
+        offsets: ``[3, rows]`` per item, as from ``grid_offsets``.
         advances: per item, how far a stretch that ends in it moves what follows.
         stretch: per item a number; neighbouring slots of items with the same one are one stretch. None: each its own.
         still: prompt positions of text that does not advance.
 
     Returns:
-        int64 ``[3, n]`` and the delta: generated token i has position ``n + i + delta``.
+        ``[3, n]``, int64 or, with fractions among ``offsets``, float64; and the delta: generated token i has position
+        ``n + i + delta``.
     """
     n = len(layout)
     slot_item = layout.slot_item
     inside = slot_item >= 0
     owner = slot_item if stretch is None else np.where(inside, np.asarray([*stretch, 0])[slot_item], -1)
     joined = inside[:-1] & inside[1:] & (owner[:-1] == owner[1:])
-    step = np.where(inside, 0, 1).astype(np.int64)
+    kind = np.result_type(np.int64, *(offset.dtype for offset in offsets))
+    step = np.where(inside, 0, 1).astype(kind)
     ends = inside & ~np.append(joined, False)
-    step[ends] = np.asarray(advances, dtype=np.int64)[slot_item[ends]]
+    step[ends] = np.asarray(advances, dtype=kind)[slot_item[ends]]
     step[list(still)] = 0
     start = np.cumsum(step) - step
     positions = np.broadcast_to(start, (3, n)).copy()
@@ -86,4 +90,4 @@ def place(
         begins = (inside & ~np.insert(joined, 0, False))[inside]
         own[0] -= own[0, begins][np.cumsum(begins) - 1]
         positions[:, inside] += own
-    return positions, int(positions.max(initial=-1)) + 1 - n
+    return positions, positions.max(initial=-1).item() + 1 - n

@@ -38,6 +38,9 @@ class QwenOmni(GeneralFamily):
     pair_frame_is_still = True
     """Whether the begin and end of audio inside those of vision do not advance the position."""
 
+    whole_positions = True
+    """Whether the times of a video are cut to whole positions."""
+
     def select_config(self, config: Any) -> Any:
         return getattr(config, "thinker_config", config)
 
@@ -128,12 +131,8 @@ class QwenOmni(GeneralFamily):
             return {}
         found: dict[str, Any] = {"grid_thw": inputs[f"{modality}_grid_thw"][0].tolist()}
         if modality == "video":
-            found["second_per_grid"] = self.second_per_grid(float(inputs["video_second_per_grid"][0]))
+            found["second_per_grid"] = float(inputs["video_second_per_grid"][0])
         return found
-
-    def second_per_grid(self, seconds: float) -> float:
-        """Seconds between temporal patches as ``positions`` counts them."""
-        return seconds
 
     def embedding_text(
         self, modality: Modality, rows: int, grid: Sequence[int] | None, kwargs: Mapping[str, Any]
@@ -164,16 +163,17 @@ class QwenOmni(GeneralFamily):
         padded = torch.nn.functional.pad(rows, (0, self.embedding_width - rows.shape[-1]))
         return list(padded.split([item.rows for item in items]))
 
-    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, int]:
+    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, float]:
         merge, per_second = self.config.vision_config.spatial_merge_size, self.config.position_id_per_seconds
         offsets: list[np.ndarray] = []
         for i, item in enumerate(items):
             if item.modality == "audio":
                 offsets.append(np.broadcast_to(np.arange(item.rows), (3, item.rows)))
                 continue
-            seconds = item.positions.get("second_per_grid", 1.0)
-            offsets.append(mrope.grid_offsets(mrope.grid_of(i, item, merge), merge, seconds, per_second))
-        advances = [int(offset.max()) + 1 for offset in offsets]
+            factors = item.positions.get("second_per_grid", 1.0), per_second
+            grid = mrope.grid_of(i, item, merge)
+            offsets.append(mrope.grid_offsets(grid, merge, *factors, whole=self.whole_positions))
+        advances = [offset.max() + 1 for offset in offsets]
         stretch = list(range(len(items)))
         still: list[int] = []
         for sound, video in _pairs(layout, items):
@@ -182,14 +182,14 @@ class QwenOmni(GeneralFamily):
             both = self.pair_offsets(offsets[sound], offsets[video], is_sound)
             offsets[sound], offsets[video] = both[:, is_sound], both[:, ~is_sound]
             stretch[video] = stretch[sound]
-            advances[sound] = advances[video] = int(both[:, -1].max()) + 1
+            advances[sound] = advances[video] = both[:, -1].max() + 1
             if self.pair_frame_is_still:
                 begin, end = layout.positions(sound)[[0, -1]].tolist()
                 still += [begin - 1, end]
         return mrope.place(layout, offsets, advances, stretch=stretch, still=still)
 
     def pair_offsets(self, sound: np.ndarray, video: np.ndarray, is_sound: np.ndarray) -> np.ndarray:
-        """int64 ``[3, slots]``: offsets of a pair's slots in prompt order, where ``is_sound`` says whose each is."""
+        """``[3, slots]``: offsets of a pair's slots in prompt order, where ``is_sound`` says whose each is."""
         both = np.empty((3, len(is_sound)), dtype=np.int64)
         both[:, is_sound], both[:, ~is_sound] = sound, video
         return both
@@ -209,16 +209,12 @@ class Qwen3Omni(QwenOmni):
     model_types = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
 
     pair_frame_is_still = False
+    whole_positions = False
 
     def model_class(self) -> Any:
         import transformers
 
         return transformers.Qwen3OmniMoeThinkerForConditionalGeneration
-
-    def second_per_grid(self, seconds: float) -> float:
-        """Engines take whole position ids, so the step between patches is rounded to one."""
-        per_second = self.config.position_id_per_seconds
-        return max(1, round(seconds * per_second)) / per_second
 
     def pair_offsets(self, sound: np.ndarray, video: np.ndarray, is_sound: np.ndarray) -> np.ndarray:
         """Positions go out in order of time, whichever token stands there: transformers merges them once more."""

@@ -52,7 +52,7 @@ class QwenVL(GeneralFamily):
             return 1.0
         return per_second * np.float32(item.positions.get("second_per_grid", 1.0))
 
-    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, int]:
+    def positions(self, layout: PromptLayout, items: Sequence[ItemHandoff]) -> tuple[np.ndarray | None, float]:
         merge = self.config.vision_config.spatial_merge_size
         grids = [mrope.grid_of(i, item, merge) for i, item in enumerate(items)]
         offsets = [

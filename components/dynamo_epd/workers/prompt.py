@@ -43,7 +43,7 @@ class Prompt:
     items: tuple[ItemHandoff, ...]
     multimodal_input: MultimodalInput | None
     position_ids: np.ndarray | None
-    position_delta: int
+    position_delta: float
     key_kind: str
     key_reason: str
     cache_salt: str | None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,11 +130,12 @@ def _inputs(
     data: dict[str, Any],
 ) -> Any:
     if request.position_ids is not None:
-        # M-RoPE models read both, for text-only prompts and in generation as well.
-        positions = np.ascontiguousarray(request.position_ids[:, None, :], dtype=np.int64)
+        # M-RoPE models read both, for text-only prompts and in generation as well. TensorRT-LLM takes whole numbers;
+        # halves go up, so that positions that were one apart stay so.
+        positions = np.ascontiguousarray(np.floor(request.position_ids[:, None, :] + 0.5), dtype=np.int64)
         data["mrope_config"] = {
             "mrope_position_ids": torch.from_numpy(positions.copy()),
-            "mrope_position_deltas": torch.tensor([[request.position_delta]], dtype=torch.int32),
+            "mrope_position_deltas": torch.tensor([[math.floor(request.position_delta + 0.5)]], dtype=torch.int32),
         }
     params = None
     mm = metadata(decision, names.MultimodalInput)
