@@ -187,8 +187,9 @@ class Endpoint:
         try:
             while left:
                 self._begin({i: refs[i] for i in sorted(left)}, first, deadline, led, outcomes)
-                if not all(outcome.done() for outcome in outcomes.values()):
-                    await asyncio.wait(outcomes.values())
+                for outcome in outcomes.values():
+                    with contextlib.suppress(TransferError):
+                        await outcome
                 faults = []
                 for i, outcome in outcomes.items():
                     error = outcome.exception()
@@ -208,7 +209,7 @@ class Endpoint:
                     found[i] = leader.hold()
         except BaseException as error:
             for outcome in outcomes.values():
-                if not outcome.cancel() and not outcome.exception():
+                if not outcome.cancel() and not outcome.cancelled() and not outcome.exception():
                     outcome.result().release()
             _release(found.values())
             led.clear()

@@ -81,6 +81,7 @@ class NixlPlane:
         self._spin_until = 0.0
         self._wake_until = 0.0
         self._spinning = False
+        self._untold: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # on the event loop only
         try:
             from nixl._api import nixl_agent, nixl_agent_config
 
@@ -135,6 +136,8 @@ class NixlPlane:
             command()
         finally:
             self._agent_lock.release()
+        if self._untold:
+            self._loop.call_soon(self._tell_all)
         now = time.monotonic()
         self._spin_until = now + _SPIN_S
         if self._jobs:
@@ -151,6 +154,7 @@ class NixlPlane:
                     self._progress()
                 finally:
                     self._agent_lock.release()
+                self._tell_all()
             if self._busy and now > self._wake_until and time.monotonic() - now < _WORK_S:
                 time.sleep(_REST_S)
             self._loop.call_soon(self._spin)
@@ -158,6 +162,12 @@ class NixlPlane:
         self._spinning = False
         if self._busy:
             self._commands.put(_look)
+
+    def _tell_all(self) -> None:
+        # Whoever is told may start something new here, which needs the lock.
+        while self._untold:
+            told, words = self._untold.popleft()
+            told(*words)
 
     @property
     def _busy(self) -> bool:
@@ -316,7 +326,7 @@ class NixlPlane:
 
     def _tell(self, told: Callable[..., None], *words: Any) -> None:
         if threading.get_ident() == self._loop_thread:
-            self._loop.call_soon(told, *words)
+            self._untold.append((told, words))
             return
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             self._loop.call_soon_threadsafe(told, *words)
