@@ -14,6 +14,7 @@ from PIL import Image
 from dynamo_epd import models
 from dynamo_epd.contract.errors import ConfigError, InvalidRequest
 from dynamo_epd.models import FAMILIES, Media
+from dynamo_epd.models.options import known_options
 
 from .tiny import RATE, cases, media_of
 
@@ -84,6 +85,8 @@ def test_placeholder_text_counts_where_it_is_no_token(family):
         ({"device": "cuda"}, "set by the worker"),
         ({"return_tensors": "np"}, "set by the worker"),
         ({"do_resize": "maybe"}, "do_resize"),
+        ({"do_resize": False}, "do_resize must stay on"),
+        ({"crop_size": 100_000, "do_center_crop": True}, "crop_size is not used"),
         ({"size": "x"}, "size"),
         ({"padding": "max_length"}, "padding is not an option"),
     ],
@@ -118,6 +121,27 @@ def test_resolved_options_are_json_for_every_modality(name, family):
     for modality in {kind for _, kind in f.markers()}:
         options = f.resolved_options(modality, {})
         assert json.loads(json.dumps(options)) == options and len(options) > 1
+
+
+@pytest.mark.parametrize("name", sorted({c["family"] for c in cases()}))
+def test_what_resolves_to_the_same_prepares_the_same(name, family):
+    """A null too: transformers' processors take some for the default and some for "do not"."""
+    f = family(name)
+    if all(kind != "image" for _, kind in f.markers()):
+        return
+
+    def features(kwargs):
+        return {
+            key: (value.shape, value.double().sum().item()) for key, value in f.prepare(IMAGE, kwargs).features.items()
+        }
+
+    usual, made = f.resolved_options("image", {}), features({})
+    for option in ("do_resize", "do_rescale", "do_normalize", "resample", "image_mean", "do_convert_rgb", "size"):
+        if option not in known_options(f.processor, "image"):
+            continue
+        for kwargs in ({option: None}, {"images_kwargs": {option: None}}):
+            assert f.resolved_options("image", kwargs) == usual, kwargs
+            assert features(kwargs) == made, kwargs
 
 
 def test_options_reach_the_processor(family):

@@ -47,6 +47,10 @@ _ARCHITECTURE = frozenset(
 """Options that the encoder's weights fix; a request may only repeat them."""
 
 
+_CANVAS = ("crop_size", "pad_size")
+"""Sizes that an image is filled up to."""
+
+
 def subprocessor(processor: Any, modality: Modality) -> Any | None:
     """The part of a transformers processor that serves ``modality``, or None."""
     if modality == "audio":
@@ -72,7 +76,8 @@ def split(processor: Any, kwargs: Mapping[str, Any], extra: Mapping[str, Any]) -
     """The request's options by the section of the processor that they reach; ``""`` holds those of no section.
 
     Args:
-        kwargs: ``mm_processor_kwargs``: flat names, or sections (``{"images_kwargs": {...}}``), or both.
+        kwargs: ``mm_processor_kwargs``: flat names, or sections (``{"images_kwargs": {...}}``), or both. A null is
+            left out: to some processors None means the default and to others "do not".
         extra: options that the family handles itself, with their defaults.
 
     Raises:
@@ -89,15 +94,17 @@ def split(processor: Any, kwargs: Mapping[str, Any], extra: Mapping[str, Any]) -
             for inner, inner_value in value.items():
                 if inner not in known[modality]:
                     raise InvalidRequest(_unknown(f"{name}.{inner}", known[modality]))
-                given[name][inner] = inner_value
+                if inner_value is not None:
+                    given[name][inner] = inner_value
             continue
         if name in extra:
-            given[""][name] = value
+            if value is not None:
+                given[""][name] = value
             continue
         reached = [modality for modality in SECTION if name in known[modality]]
         if not reached:
             raise InvalidRequest(_unknown(name, frozenset().union(*known.values(), extra)))
-        for modality in reached:
+        for modality in reached if value is not None else ():
             given[SECTION[modality]].setdefault(name, value)
     for name in ("fps", "num_frames"):
         frames = given["videos_kwargs"].get(name)
@@ -153,7 +160,11 @@ def resolve(processor: Any, modality: Modality, merged: Mapping[str, Any], base:
             raise InvalidRequest(
                 f"mm_processor_kwargs.{name} is {usual[name]!r} in this model and cannot be {value!r} in a request"
             )
-        if ("max" in name or name in ("size", "dynamic_hd")) and name in usual:
+        if name == "do_resize" and usual.get(name) and not value:
+            raise InvalidRequest("mm_processor_kwargs.do_resize must stay on here: it limits what an item may cost")
+        if name in _CANVAS and name not in usual:
+            raise InvalidRequest(f"mm_processor_kwargs.{name} is not used by this model: leave it out")
+        if ("max" in name or name in ("size", "dynamic_hd", *_CANVAS)) and name in usual:
             limit, asked = _largest(usual[name]), _largest(value)
             if limit is not None and asked is not None and asked > limit:
                 raise InvalidRequest(f"mm_processor_kwargs.{name} may be at most {usual[name]!r} here, not {value!r}")
