@@ -40,6 +40,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "bench": {
         "layout": Command("bench.layout", "time the prompt layout and the block keys"),
         "transfer": Command("bench.transfer", "time moving embeddings between two processes"),
+        "encode": Command(
+            "bench.encode", "images a second of an encode worker, one request at a time and many at once"
+        ),
         "prefill": Command("bench.prefill", "time to first token with block reuse on and off"),
         "serve": Command("bench.serve", "load the real stack with block reuse on, off and keyed by placeholders"),
     },
