@@ -92,6 +92,19 @@ async def test_an_option_that_is_not_honoured_is_refused(http, stack, option):
     await works(http, stack)
 
 
+async def test_options_that_drown_the_pixels(http, stack):
+    answer = await chat(
+        http,
+        stack.url,
+        MODEL,
+        [user(GOOD.draw(), COLOUR.text)],
+        max_tokens=4,
+        mm_processor_kwargs={"rescale_factor": 1e300},
+    )
+    assert answer.status == 400 and "image 1" in answer.text, answer
+    await works(http, stack)
+
+
 async def test_an_unknown_processor_option(http, stack):
     answer = await chat(
         http, stack.url, MODEL, [user(GOOD.draw(), COLOUR.text)], max_tokens=4, mm_processor_kwargs={"colour": 1}

@@ -14,7 +14,7 @@ import msgspec
 
 from .errors import InvalidRequest, Unavailable
 
-HANDOFF_VERSION = 1
+HANDOFF_VERSION = 2
 
 Modality = Literal["image", "video", "audio"]
 
@@ -157,6 +157,8 @@ class PrefillHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     Attributes:
         version: ``HANDOFF_VERSION``.
+        model: fingerprint of the language model's weights; decode refuses KV of another one.
+        prompt_digest: digest (hex) of the unexpanded ids that the KV was computed for.
         kv: the KV blocks of the prompt, ``[blocks, layers, 2, kv_heads, tokens_per_block, head_dim]``.
         num_tokens: prompt tokens whose KV is in ``kv``.
         tokens_per_block: block size that ``kv`` is cut in.
@@ -166,6 +168,8 @@ class PrefillHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """
 
     version: int
+    model: str
+    prompt_digest: str
     num_tokens: int
     tokens_per_block: int
     first_token: int

@@ -38,6 +38,7 @@ _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
 
 _INCOMPLETE = "the download of this checkpoint is not complete"
 _CHUNK = 8 << 20
+_SAMPLE = 4096
 _SAFETENSORS_HEADER_LIMIT = 100 << 20
 
 
@@ -136,6 +137,25 @@ def identity(model_dir: Path, config: Mapping[str, Any]) -> str:
         for piece in (tag.encode(), value):
             whole.update(len(piece).to_bytes(8, "little"))
             whole.update(piece)
+    return whole.hexdigest()
+
+
+def weights_fingerprint(model_dir: Path) -> str:
+    """A fingerprint (hex) of all weights: every tensor's name, dtype and shape, and samples of its bytes.
+
+    Reads three pieces of each tensor, so it is quick for any checkpoint; two that were trained apart differ in all of
+    them. It tells workers that run different language models apart; it is no content digest.
+
+    Raises:
+        ConfigError: as ``tensor_spans``.
+    """
+    whole = blake3()
+    for span in tensor_spans(model_dir):
+        whole.update(_canonical([span.name, span.dtype, list(span.shape)]))
+        with span.file.open("rb") as file:
+            for start in (span.begin, (span.begin + span.end) // 2, max(span.begin, span.end - _SAMPLE)):
+                file.seek(start)
+                whole.update(file.read(min(_SAMPLE, span.end - start)))
     return whole.hexdigest()
 
 

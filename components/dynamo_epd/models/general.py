@@ -23,7 +23,16 @@ from .pretrained import PretrainedFamily
 if TYPE_CHECKING:
     import torch
 
-_REFUSALS = (ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, OverflowError, RuntimeError)
+_REFUSALS = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    ZeroDivisionError,
+    OverflowError,
+    RuntimeError,
+)
 """What processors of transformers raise for an item that they cannot take."""
 
 

@@ -13,6 +13,7 @@ from dynamo._core import Context
 from dynamo.common.backend.engine import GenerateChunk, GenerateRequest
 from dynamo.common.backend.health_check import is_probe
 
+from ..contract.digest import prompt_digest
 from ..contract.errors import Unavailable
 from ..contract.handoff import PrefillHandoff, parse_prefill_handoff
 from ..engine.base import Logprob, RemoteKV
@@ -39,7 +40,8 @@ class DecodeWorker(LanguageWorker):
             if prefill is None:
                 engine_request = replace(engine_request, disaggregated_params=params)
             else:
-                engine_request = replace(engine_request, remote_kv=self._remote_kv(prefill, prompt, seen, stack))
+                self._check(prefill, request, prompt)
+                engine_request = replace(engine_request, remote_kv=self._remote_kv(prefill, seen, stack))
             cached = (result.get("prompt_tokens_details") or {}).get("cached_tokens")
             async with aclosing(self.stream(engine_request, seen, cached)) as chunks:
                 async for _, chunk in chunks:
@@ -51,10 +53,18 @@ class DecodeWorker(LanguageWorker):
             raise Unavailable("the request came without prefill's result: no prefill worker could be reached")
         return result
 
-    def _remote_kv(self, prefill: PrefillHandoff, prompt: Prompt, seen: Observation, stack: AsyncExitStack) -> RemoteKV:
+    def _check(self, prefill: PrefillHandoff, request: GenerateRequest, prompt: Prompt) -> None:
+        """Refuse KV that was computed by another model or for another prompt: it would stay in this worker's cache."""
+        if prefill.model != self._running.weights:
+            raise Unavailable(
+                f"the prefill worker runs other weights ({prefill.model[:12]}) than this worker "
+                f"({self._running.weights[:12]}): start both from the same model directory contents"
+            )
         n = len(prompt.layout)
-        if prefill.num_tokens != n:
-            raise Unavailable(f"prefill computed {prefill.num_tokens} tokens, the prompt has {n}")
+        if prefill.num_tokens != n or prefill.prompt_digest != prompt_digest(request["token_ids"]):
+            raise Unavailable(f"prefill computed the KV of another prompt ({prefill.num_tokens} tokens, not {n})")
+
+    def _remote_kv(self, prefill: PrefillHandoff, seen: Observation, stack: AsyncExitStack) -> RemoteKV:
         transfer, kv = self._running.transfer, prefill.kv
 
         async def fetch(first_block: int) -> torch.Tensor:
@@ -66,4 +76,4 @@ class DecodeWorker(LanguageWorker):
         logprob = None
         if prefill.first_logprob is not None:
             logprob = Logprob(prefill.first_logprob, prefill.first_top_logprobs)
-        return RemoteKV(n, prefill.tokens_per_block, prefill.first_token, fetch, logprob)
+        return RemoteKV(prefill.num_tokens, prefill.tokens_per_block, prefill.first_token, fetch, logprob)

@@ -211,6 +211,11 @@ class EncodeWorker(EpdWorker):
             else:
                 item = EncoderItem(ref.modality, media.data, tuple(placeholder), prepared.rows, options)
                 tensors = await self._trtllm.encode([item])
+        for tensor in tensors:
+            if not await self._in_thread(_finite, tensor):
+                raise InvalidRequest(
+                    "the encoder gives values that are not finite for it; check mm_processor_kwargs", item=ref.label
+                )
         pruned = [self._family.prune(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
         expansion = prepared.expansion if prepared.parts else pruned[0][0].expansion
         return await self._store(expansion, pruned)
@@ -270,6 +275,11 @@ def _in_prompt_order(
     places = family.placeholders(token_ids, {m: len(items) for m, items in by_modality.items()})
     queues = {m: iter(items) for m, items in by_modality.items()}
     return places, [next(queues[modality]) for _, _, modality in places]
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite; also for 8-bit types, for which not every operation exists."""
+    return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -25,6 +25,7 @@ from ..doctor import startup_checks
 from ..engine import create_engine, resolve
 from ..engine.base import Engine, EngineInfo, EngineOutput, EngineRequest
 from ..models.base import Family
+from ..models.checkpoint import weights_fingerprint
 from ..transfer.base import Transfer
 from .ask import EncodeClient
 from .base import EpdWorker
@@ -42,6 +43,7 @@ class _Running:
     """What a started language worker holds."""
 
     family: Family
+    weights: str
     engine: Engine
     info: EngineInfo
     transfer: Transfer
@@ -59,6 +61,7 @@ class LanguageWorker(EpdWorker):
             startup_checks, engine=kind, model=a.model, engine_args=a.engine_args, overrides=a.engine_overrides
         )
         family = await asyncio.to_thread(models.load, a.model, tower=False)
+        weights = await asyncio.to_thread(weights_fingerprint, a.model)
         self._engine: Engine = create_engine(
             kind,
             model_dir=a.model,
@@ -69,7 +72,7 @@ class LanguageWorker(EpdWorker):
             dtype=a.dtype,
         )
         info = await self._engine.start()
-        self._running = _Running(family, self._engine, info, self.transfer)
+        self._running = _Running(family, weights, self._engine, info, self.transfer)
         self._encode = None
         if a.encode_fallback == "ask":
             self._encode = EncodeClient(a.encode_endpoint, a.encode_timeout, a.discovery_backend, a.request_plane)

@@ -12,6 +12,7 @@ from dynamo._core import Context
 from dynamo.common.backend.engine import GenerateChunk, GenerateRequest
 from dynamo.common.backend.health_check import is_probe
 
+from ..contract.digest import prompt_digest
 from ..contract.handoff import HANDOFF_VERSION, PrefillHandoff, TensorRef, to_json_object
 from ..engine.base import EngineOutput, EngineRequest, KVExport
 from .language import LanguageWorker
@@ -34,7 +35,7 @@ class PrefillWorker(LanguageWorker):
                         stack.callback(output.kv.release)
                         kv = await self._offer(output.kv, engine_request.request_id)
                         chunk["disaggregated_params"] = to_json_object(
-                            _prefill_handoff(engine_request, output, kv, self._running.info.tokens_per_block)
+                            self._prefill_handoff(request, engine_request, output, kv)
                         )
                     elif output.params is not None:
                         chunk["disaggregated_params"] = output.params
@@ -53,17 +54,18 @@ class PrefillWorker(LanguageWorker):
         finally:
             slot.release()
 
-
-def _prefill_handoff(
-    request: EngineRequest, output: EngineOutput, kv: TensorRef, tokens_per_block: int
-) -> PrefillHandoff:
-    logprob = output.logprobs[0] if output.logprobs else None
-    return PrefillHandoff(
-        version=HANDOFF_VERSION,
-        num_tokens=len(request.layout.token_ids),
-        tokens_per_block=tokens_per_block,
-        first_token=output.token_ids[0],
-        kv=kv,
-        first_logprob=logprob.chosen if logprob else None,
-        first_top_logprobs=logprob.top if logprob else (),
-    )
+    def _prefill_handoff(
+        self, request: GenerateRequest, engine_request: EngineRequest, output: EngineOutput, kv: TensorRef
+    ) -> PrefillHandoff:
+        logprob = output.logprobs[0] if output.logprobs else None
+        return PrefillHandoff(
+            version=HANDOFF_VERSION,
+            model=self._running.weights,
+            prompt_digest=prompt_digest(request["token_ids"]),
+            num_tokens=len(engine_request.layout),
+            tokens_per_block=self._running.info.tokens_per_block,
+            first_token=output.token_ids[0],
+            kv=kv,
+            first_logprob=logprob.chosen if logprob else None,
+            first_top_logprobs=logprob.top if logprob else (),
+        )
