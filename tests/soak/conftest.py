@@ -12,11 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForImageTextToText
 
-from dynamo_epd.demo.plain import PlainTransformers
-from dynamo_epd.demo.toy_data import QUESTIONS, TOY_MODEL, Picture, random_picture
-from dynamo_epd.serve.client import png_data_url, user
+from dynamo_epd import models
+from dynamo_epd.demo.toy_data import QUESTIONS, TOY_MODEL, random_picture
+from dynamo_epd.models import Media
 from dynamo_epd.serve.stack import Stack, epd_services
+
+from ..families import media_files
+from ..families.plain import Plain
 
 MODEL = "toy"
 MAX_TOKENS = 6
@@ -38,38 +42,49 @@ class Turn:
 
 
 def conversations(count: int, seed: int) -> list[list[Turn]]:
-    """``count`` conversations of one to four turns, about one to three pictures of a few; some have uuids."""
+    """``count`` conversations of one to four turns, about a few pictures and films; some have uuids."""
     rng = np.random.default_rng(seed)
-    plain = PlainTransformers(TOY_MODEL)
-    pool = [random_picture(rng, side) for side in (56, 84, 84, 112) for _ in range(3)]
-    drawn = {picture: picture.draw() for picture in pool}
-    urls = {picture: png_data_url(image) for picture, image in drawn.items()}
-    return [_conversation(rng, plain, pool, drawn, urls) for _ in range(count)]
+    plain = Plain(
+        AutoModelForImageTextToText.from_pretrained(TOY_MODEL, local_files_only=True).eval(),
+        models.load(TOY_MODEL, tower=False),
+    )
+    pool = [Media("image", random_picture(rng, side).draw()) for side in (56, 84, 84, 112) for _ in range(3)]
+    pool += [media_files.video(i, frames=6, size=(56, 56)) for i in range(3)]
+    urls = {id(item): media_files.url_of(item) for item in pool}
+    return [_conversation(rng, plain, pool, urls) for _ in range(count)]
 
 
-def _conversation(
-    rng: np.random.Generator,
-    plain: PlainTransformers,
-    pool: Sequence[Picture],
-    drawn: dict[Picture, Any],
-    urls: dict[Picture, str],
-) -> list[Turn]:
+def _conversation(rng: np.random.Generator, plain: Plain, pool: Sequence[Media], urls: dict[int, str]) -> list[Turn]:
+    """Ends where transformers itself is not sure, so that no answer hangs on the last bit of a number."""
+    tokenizer: Any = plain.family.tokenizer
     sent: list[dict[str, Any]] = []
     local: list[dict[str, Any]] = []
+    media: list[Media] = []
     turns: list[Turn] = []
-    uuid = f"u{rng.integers(1000)}" if rng.random() < 0.2 else None
+    uuid = {"uuid": f"u{rng.integers(1000)}"} if rng.random() < 0.2 else {}
     for turn in range(int(rng.integers(1, 5))):
         count = int(rng.integers(1, 4)) if turn == 0 else int(rng.random() < 0.3)
-        pictures = [pool[int(rng.integers(len(pool)))] for _ in range(count)]
-        question = QUESTIONS[int(rng.integers(len(QUESTIONS)))].text
-        sent.append(user(*(urls[picture] for picture in pictures), question, uuid=uuid))
-        parts = [{"type": "image", "image": drawn[picture]} for picture in pictures]
-        local.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
-        expected, _ = plain.answer(local, MAX_TOKENS)
-        turns.append(Turn([*sent], expected))
-        sent.append({"role": "assistant", "content": expected})
-        local.append({"role": "assistant", "content": [{"type": "text", "text": expected}]})
-    return turns
+        items = [pool[int(rng.integers(len(pool)))] for _ in range(count)]
+        media += items
+        question = {"type": "text", "text": QUESTIONS[int(rng.integers(len(QUESTIONS)))].text}
+        kinds = [f"{item.modality}_url" for item in items]
+        parts = [
+            {"type": kind, kind: {"url": urls[id(item)]}, **(uuid if item.modality == "image" else {})}
+            for kind, item in zip(kinds, items, strict=True)
+        ]
+        sent.append({"role": "user", "content": [*parts, question]})
+        local.append({"role": "user", "content": [*({"type": item.modality} for item in items), question]})
+        text = tokenizer.apply_chat_template(local, tokenize=False, add_generation_prompt=True)
+        expected = plain.answer(text, media)
+        ids = expected.tokens[:MAX_TOKENS]
+        length = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else MAX_TOKENS
+        if expected.sure(1e-3) < length:
+            break
+        answer = tokenizer.decode(ids[:length], skip_special_tokens=True)
+        turns.append(Turn([*sent], answer))
+        sent.append({"role": "assistant", "content": answer})
+        local.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+    return turns or _conversation(rng, plain, pool, urls)
 
 
 @dataclass(frozen=True)
