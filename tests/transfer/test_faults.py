@@ -244,6 +244,30 @@ async def test_links_that_end_under_living_peers_are_made_anew(spawn: Spawn, ope
         await asyncio.gather(rest(receiver), sender.rest())
 
 
+async def test_a_link_is_not_closed_while_bytes_are_on_their_way(spawn: Spawn, opened: Opened) -> None:
+    """A receiver takes the end of a link for the end of all writes to its memory."""
+    config = {**settings("write"), "verify_transfers": False, "timeout": 30.0}
+    sender, receiver = await opened(**config), await spawn(**config)
+    assert await receiver.fetch(await make_offer(sender, MB, 1)) == expected(MB, 1)
+    arm(sender, "posted", lambda: receiver.signal(signal.SIGSTOP))
+    fetching = asyncio.create_task(receiver.fetch(await make_offer(sender, LARGE, 2)))
+    while not sender.offers.writing:
+        await asyncio.sleep(0.02)
+    await receiver.stopped()
+    (peer,) = sender.links._accepted
+    peer.faulted(peer.link, TransferError("protocol", "as if it had sent something malformed"))
+    await asyncio.sleep(0.1)
+    assert peer in sender.links._accepted
+    receiver.signal(signal.SIGCONT)
+    try:
+        assert await fetching == expected(LARGE, 2)
+    except TransferError as error:
+        assert error.reason == "peer_lost"
+    while peer in sender.links._accepted:
+        await asyncio.sleep(0.02)
+    assert await receiver.fetch(await make_offer(sender, MB, 3)) == expected(MB, 3)
+
+
 async def test_a_slot_that_the_kernel_lent_is_not_freed_by_a_stopped_receiver(spawn: Spawn, opened: Opened) -> None:
     """A source slot stays as it is while the fabric reads it, even when its offer is over."""
     config = {**settings("write"), "verify_transfers": False, "arena_bytes": 32 * MB}

@@ -118,7 +118,8 @@ class NixlPlane:
         self._do(lambda: self._expect(-1), nbytes)
 
     def close(self) -> None:
-        self._commands.put(self._stop)
+        self._stopping = True
+        self._commands.put(_look)
         self._thread.join()
 
     # On the event loop.
@@ -129,7 +130,7 @@ class NixlPlane:
 
     def _do(self, command: Callable[[], None], nbytes: int) -> None:
         """Run ``command`` here and now where it is small and the thread is not at work, else on the thread."""
-        if nbytes > _INLINE_BYTES or not self._agent_lock.acquire(blocking=False):
+        if self._stopping or nbytes > _INLINE_BYTES or not self._agent_lock.acquire(blocking=False):
             self._commands.put(command)
             return
         try:
@@ -148,6 +149,8 @@ class NixlPlane:
 
     def _spin(self) -> None:
         now = time.monotonic()
+        if self._stopping:
+            return
         if self._busy and now < self._spin_until:
             if self._agent_lock.acquire(blocking=False):
                 try:
@@ -200,7 +203,8 @@ class NixlPlane:
                         self._leave(begun)
                 if time.monotonic() - begun > _WORK_S:
                     nap = 0.0
-        self._shut()
+        with self._agent_lock:
+            self._shut()
 
     def _progress(self) -> None:
         # Asking for notifications drives the UCX worker. None are kept.
@@ -330,9 +334,6 @@ class NixlPlane:
             return
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             self._loop.call_soon_threadsafe(told, *words)
-
-    def _stop(self) -> None:
-        self._stopping = True
 
     def _shut(self) -> None:
         for job in [*self._jobs.values(), *self._waiting]:
