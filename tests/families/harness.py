@@ -22,6 +22,7 @@ from dynamo_epd.contract.layout import PromptLayout, expand
 from dynamo_epd.models import Media
 from dynamo_epd.workers.args import parse
 from dynamo_epd.workers.main import create_worker
+from dynamo_epd.workers.prompt import Prompt, build_prompt, usable_handoff
 
 from .media_files import url_of
 
@@ -89,25 +90,27 @@ class Stack:
         self._loop = asyncio.new_event_loop()
         self._workers: list[Any] = []
         try:
-            self.encode = self._start("encode", "--multimodal-embedding-cache-capacity-gb", "0.004")
-            self.agg = self._start("agg", *self._engine_args(enable_block_reuse=False))
+            self.encode = self.start("encode", "--multimodal-embedding-cache-capacity-gb", "0.004")
+            self.agg = self.start("agg", *self.engine_args(enable_block_reuse=False))
             if pair:
-                self.prefill = self._start("prefill", *self._engine_args())
-                self.decode = self._start("decode", *self._engine_args())
+                self.prefill = self.start("prefill", *self.engine_args())
+                self.decode = self.start("decode", *self.engine_args())
             else:
-                self.reusing = self._start("agg", *self._engine_args())
+                self.reusing = self.start("agg", *self.engine_args())
         except BaseException:
             self.close()
             raise
         self.pair = pair
         self.family = self.encode._family
 
-    def _engine_args(self, **kv: Any) -> tuple[str, ...]:
+    def engine_args(self, **kv: Any) -> tuple[str, ...]:
+        """Flags of a worker that runs the language model; ``kv`` are keys of ``kv_cache_config``."""
         nested = {"tokens_per_block": 8, "max_tokens": 8192, **kv}
         overrides = {**self._engine, "kv_cache_config": nested}
         return "--engine", "reference", "--override-engine-args", json.dumps(overrides)
 
-    def _start(self, role: str, *argv: str) -> Any:
+    def start(self, role: str, *argv: str) -> Any:
+        """One more worker, which ``close`` stops as well."""
         transfer = ("--transfer-host", "127.0.0.1", "--transfer-mode", "read", "--transfer-arena-bytes", str(16 << 20))
         args, _ = parse(
             [
@@ -190,6 +193,20 @@ class Stack:
             return list(await asyncio.gather(*(self._serve(request, reuse) for request in requests)))
 
         return self.run(together())
+
+    def serve_on(self, worker: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of one worker behind encode."""
+        (chunk,) = self.run(_generate(self.encode, request))
+        return self.run(_generate(worker, request | {"encoder_result": chunk["encoder_result"]}))
+
+    def prompt(self, request: dict[str, Any]) -> Prompt:
+        """The request as a worker behind encode understands it; nobody fetches its embeddings."""
+        (chunk,) = self.run(_generate(self.encode, request))
+        request = request | {"encoder_result": chunk["encoder_result"]}
+        handoff = usable_handoff(request, self.family)
+        for item in handoff.items if handoff else ():
+            self.encode.transfer.withdraw(item.embedding)
+        return build_prompt(request, handoff, self.family)
 
     async def _serve(self, request: dict[str, Any], reuse: bool) -> Answer:
         answer = Answer(layout=PromptLayout.text(request["token_ids"]))

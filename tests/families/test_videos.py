@@ -26,6 +26,7 @@ EVS = [name for name in FILMS if name.startswith("nemotron")]
 SAMPLING: dict[str, dict[str, Any]] = {
     "as the model does": {},
     "two a second": {"fps": 2.0},
+    "three a second": {"fps": 3.0},
     "one a second": {"fps": 1.0},
     "four": {"num_frames": 4},
 }
