@@ -228,9 +228,23 @@ class Stack:
         return answer
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` where an engine's bookkeeping contradicts itself or an embedding is still offered."""
-        for worker in self._workers[1:]:
-            worker._engine.check()
+        """Raise ``RuntimeError`` where bookkeeping contradicts itself, or an offer or memory is left over."""
+        self.run(self._settled())
+        for worker in self._workers:
+            if hasattr(worker, "_engine"):
+                worker._engine.check()
+            endpoint = worker.transfer
+            endpoint.store.clear()
+            if endpoint.offers.busy or endpoint.arena.used_bytes:
+                raise RuntimeError(f"{worker.args.role}: {endpoint.arena.used_bytes} bytes are still in use")
+
+    async def _settled(self, patience: float = 10.0) -> None:
+        """Wait until every offer has been answered: receivers say so after they have served the request."""
+        end = asyncio.get_running_loop().time() + patience
+        while any(worker.transfer.offers.busy for worker in self._workers):
+            if asyncio.get_running_loop().time() > end:
+                return
+            await asyncio.sleep(0.01)
 
 
 async def _generate(worker: Any, request: Mapping[str, Any]) -> list[dict[str, Any]]:

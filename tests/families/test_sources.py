@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files as people have them, through the workers: what each decodes to is what transformers is given."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+from dynamo.llm.exceptions import InvalidArgument
+from PIL import Image, ImageOps
+
+from dynamo_epd.models import Media
+
+from .cases import TAKES
+from .conftest import Tiny, same
+from .harness import Source
+from .media_files import RATE, audio, image, url_of, video
+
+PICTURES = [name for name, kinds in TAKES.items() if "image" in kinds]
+QUESTION = ["Look: ", image(0), "What is it?"]
+LISTEN = ["Listen: ", audio(0), "What is said?"]
+
+
+def data_url(content: bytes) -> str:
+    return f"data:application/octet-stream;base64,{base64.b64encode(content).decode()}"
+
+
+def saved(picture: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("size", [(1, 32), (32, 1)])
+@pytest.mark.parametrize("tiny", PICTURES, indirect=True)
+def test_the_thinnest_pictures(tiny: Tiny, size: tuple[int, int]) -> None:
+    """Every family takes them as transformers does, or says which item it does not take."""
+    thin = image(3, *size)
+    text = tiny.text(QUESTION)
+    try:
+        expected = tiny.plain.answer(text, [thin])
+    except ValueError as refused:
+        with pytest.raises(InvalidArgument, match=r"image 1: .*refuses") as error:
+            tiny.stack.ask(text, [thin])
+        assert str(refused) in str(error.value)
+        return
+    same(tiny.stack.ask(text, [thin]), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("BMP", {}), ("TIFF", {}), ("WEBP", {"lossless": True}), ("GIF", {}), ("PNG", {"compress_level": 0})],
+    ids=["BMP", "TIFF", "WEBP", "GIF", "PNG"],
+)
+@pytest.mark.parametrize("tiny", ["qwen3_vl"], indirect=True)
+def test_picture_formats(tiny: Tiny, kind: str, options: dict[str, Any]) -> None:
+    content = saved(image(1).data, kind, **options)
+    decoded = Media("image", Image.open(io.BytesIO(content)).convert("RGB"))
+    answer = tiny.stack.ask(tiny.text(QUESTION), [Source("image", data_url(content))])
+    same(answer, tiny.plain.answer(tiny.text(QUESTION), [decoded]))
+
+
+@pytest.mark.parametrize("tiny", ["qwen3_vl"], indirect=True)
+def test_a_turned_photograph_is_seen_upright(tiny: Tiny) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = saved(image(1).data, "JPEG", quality=95, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    answer = tiny.stack.ask(tiny.text(QUESTION), [Source("image", data_url(content))])
+    same(answer, tiny.plain.answer(tiny.text(QUESTION), [Media("image", upright)]))
+    lying = tiny.stack.ask(tiny.text(QUESTION), [Media("image", Image.open(io.BytesIO(content)))])
+    assert lying.layout is not None and answer.layout is not None
+    assert lying.top[0] != answer.top[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("FLAC", {}), ("WAV", {"subtype": "FLOAT"}), ("OGG", {}), ("MP3", {})],
+    ids=["FLAC", "WAV", "OGG", "MP3"],
+)
+@pytest.mark.parametrize("tiny", ["qwen2_audio"], indirect=True)
+def test_sound_formats(tiny: Tiny, kind: str, options: dict[str, Any]) -> None:
+    """Twice each: the second time a clip used to fail."""
+    buffer = io.BytesIO()
+    soundfile.write(buffer, audio(1).data, RATE, format=kind, **options)
+    samples, _ = soundfile.read(io.BytesIO(buffer.getvalue()), dtype="float32")
+    expected = tiny.plain.answer(tiny.text(LISTEN), [Media("audio", samples, {"sampling_rate": RATE})])
+    salt = tiny.salt()
+    for turn in range(2):
+        answer = tiny.stack.ask(tiny.text(LISTEN), [Source("audio", data_url(buffer.getvalue()))], salt=salt)
+        same(answer, expected)
+        assert answer.cached == turn * (answer.prompt_tokens - 1)
+
+
+@pytest.mark.parametrize("tiny", ["qwen2_5_omni"], indirect=True)
+def test_stereo_at_another_rate(tiny: Tiny) -> None:
+    left, right = audio(1).data, audio(2).data
+    stereo = np.stack([left, right], axis=1)
+    buffer = io.BytesIO()
+    soundfile.write(buffer, stereo, 22_050, format="WAV", subtype="FLOAT")
+    mono = soxr.resample(stereo.mean(axis=1, dtype=np.float32), 22_050, RATE, quality="HQ")
+    answer = tiny.stack.ask(tiny.text(LISTEN), [Source("audio", data_url(buffer.getvalue()))])
+    same(answer, tiny.plain.answer(tiny.text(LISTEN), [Media("audio", mono, {"sampling_rate": RATE})]))
+
+
+@pytest.mark.parametrize("tiny", ["qwen2_vl"], indirect=True)
+def test_files_of_a_folder_that_is_allowed(tiny: Tiny, tmp_path: Path) -> None:
+    """The same bytes are the same item by whatever URL they come; other folders stay closed."""
+    (tmp_path / "open").mkdir()
+    for folder in ("open", "."):
+        (tmp_path / folder / "a.png").write_bytes(base64.b64decode(url_of(image(1)).partition(",")[2]))
+        (tmp_path / folder / "a.mkv").write_bytes(base64.b64decode(url_of(video(2)).partition(",")[2]))
+    encode = tiny.stack.start("encode", "--allowed-local-media-path", str(tmp_path / "open"))
+    before, tiny.stack.encode = tiny.stack.encode, encode
+    text = tiny.text([image(1), "and ", video(2), "?"])
+    try:
+        urls = [Source("image", f"file://{tmp_path}/open/a.png"), Source("video", str(tmp_path / "open" / "a.mkv"))]
+        answer = tiny.stack.ask(text, urls)
+        with pytest.raises(InvalidArgument, match="image 1: .*not a file that may be read"):
+            tiny.stack.ask(text, [Source("image", f"file://{tmp_path}/a.png"), urls[1]])
+    finally:
+        tiny.stack.encode = before
+    same(answer, tiny.plain.answer(text, [image(1), video(2)]))
+    assert answer.digests == tiny.stack.ask(text, [image(1), video(2)]).digests
+
+
+@pytest.mark.parametrize("tiny", ["qwen3_vl", "qwen2_audio"], indirect=True)
+def test_what_cannot_be_decoded_is_refused_by_name(tiny: Tiny) -> None:
+    kind = "audio" if tiny.name == "qwen2_audio" else "image"
+    good = audio(1) if kind == "audio" else image(1)
+    text = tiny.text(["A ", good, "B ", good])
+    for content, message in (
+        (b"hello there, this is text", "plain text"),
+        (b"\xff\xd8\xff" + bytes(40), "damaged|JPEG"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"{kind} 2: .*({message})"):
+            tiny.stack.ask(text, [good, Source(kind, data_url(content))])
+    same(tiny.stack.ask(text, [good, good]), tiny.plain.answer(text, [good, good]))
