@@ -173,7 +173,7 @@ def _print_table(results: list[dict[str, Any]], tls: str) -> None:
     for lanes in sorted({r["concurrency"] for r in results}):
         rows = [r for r in results if r["concurrency"] == lanes]
         sizes = sorted({r["bytes"] for r in rows})
-        table = Table(title=f"UCX_TLS {tls}, {lanes} at a time: median / p99 ms, requests per second, ratio to trtllm")
+        table = Table(title=f"UCX_TLS {tls}, {lanes} at a time", caption="median / p99 ms, per second, times trtllm")
         table.add_column("way")
         for size in sizes:
             table.add_column(f"{size / _MB:g} MB", justify="right")
