@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     )
     console.print(
         f"placeholder keys: {placeholder['correct']} of {placeholder['total']} answers are right"
-        + (f"; {wrong} users were told about another user's image" if wrong else "  [red]they should not all be[/red]")
+        + (f"; {wrong} were read off the blocks of another picture" if wrong else "  [red]they should not all be[/red]")
     )
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))

@@ -80,7 +80,7 @@ def scenario(folder: Path) -> Iterator[Ask]:
         first = (picture, COLOUR.text)
         yield Ask(f"chat about {name}, turn 1", (first,))
         yield Ask(f"chat about {name}, turn 2", (first, (SHAPE.text,)))
-        yield Ask(f"chat about {name}, turn 3", (first, (SHAPE.text,), (PURPLE, SECOND_SHAPE.text)))
+        yield Ask(f"chat about {name}, turn 3", (first, (SHAPE.text,), (PURPLE, COLOUR.text)))
 
     files = [folder / name for name in ("one.png", "another-name.png")]
     for file in files:

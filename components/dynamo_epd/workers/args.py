@@ -93,7 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--encode-endpoint", metavar="NS.COMPONENT.ENDPOINT", help="whom 'ask' asks")
     g.add_argument("--encode-timeout", type=float, default=30.0, metavar="S")
-    g.add_argument("--publish-kv-events", action="store_true", help="tell KV-aware routers which blocks are reusable")
+    g.add_argument(
+        "--publish-kv-events",
+        "--publish-events-and-metrics",
+        action="store_true",
+        help="tell KV-aware routers which blocks are reusable",
+    )
     g.add_argument("--trace-requests", metavar="DIR", help="write one file per request for 'dynamo-epd explain'")
 
     g = p.add_argument_group("media (encode)")
@@ -129,7 +134,13 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
     if route and role in ("encode", "decode"):
         raise ConfigError(f"--route-to-encoder has no meaning on a {role} worker; set it on prefill or agg")
     cache = int(a.multimodal_embedding_cache_capacity_gb * _GIB)
-    transfer = transfer_config(a, keep_bytes=cache if role == "encode" else None, agent_prefix=f"dynamo-epd-{role}")
+    sizes: dict[str, int] = {}
+    if role == "encode":
+        # Cached embeddings live in the arena; unless its size is given, it has room for those on their way as well.
+        sizes = {"keep_bytes": cache, "arena_bytes": max(TransferConfig.arena_bytes, cache + cache // 4 + _GIB // 4)}
+    if a.transfer_arena_bytes is not None or "DYN_EPD_TRANSFER_ARENA_BYTES" in os.environ:
+        sizes.pop("arena_bytes", None)
+    transfer = transfer_config(a, agent_prefix=f"dynamo-epd-{role}", **sizes)
     if role == "encode" and cache > transfer.arena_bytes:
         raise ConfigError(
             f"--multimodal-embedding-cache-capacity-gb {cache / _GIB:g} does not fit --transfer-arena-bytes "
