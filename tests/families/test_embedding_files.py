@@ -53,7 +53,7 @@ def asked(tiny: Tiny, case: str, item: Source, **options: Any) -> Answer:
     return tiny.stack.ask(tiny.text(ALONE[case].parts(0)), [item], kwargs=kwargs, **options)
 
 
-@pytest.mark.parametrize(("tiny", "case"), TAKEN, indirect=["tiny"])
+@pytest.mark.parametrize(("tiny", "case"), TAKEN, indirect=["tiny"], scope="session")
 def test_a_file_is_answered_like_what_it_was_made_from(tiny: Tiny, case: str) -> None:
     """Five times, then another file of the same shape, then the first again."""
     parts = ALONE[case].parts

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from .cases import ALONE, CASES, TAKES, pairs
+from .cases import CASES, TAKES, pairs
 from .conftest import CLOSE, Tiny, same
 
 SEED, OTHER = 1, 11
 
-every_case = pytest.mark.parametrize(("tiny", "case"), pairs(CASES), indirect=["tiny"])
-alone = pytest.mark.parametrize(("tiny", "case"), pairs(ALONE), indirect=["tiny"])
+every_case = pytest.mark.parametrize(("tiny", "case"), pairs(CASES), indirect=["tiny"], scope="session")
 every_family = pytest.mark.parametrize("tiny", TAKES, indirect=True)
 
 

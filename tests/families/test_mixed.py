@@ -30,7 +30,9 @@ UUIDS = {
 }
 
 
-@pytest.mark.parametrize(("tiny", "case"), [p for p in pairs(CASES) if p[1] in UUIDS], indirect=["tiny"])
+@pytest.mark.parametrize(
+    ("tiny", "case"), [p for p in pairs(CASES) if p[1] in UUIDS], indirect=["tiny"], scope="session"
+)
 def test_uuids_go_with_their_items(tiny: Tiny, case: str) -> None:
     """A uuid is mixed into its item's digest and never stands for the content."""
     uuids, salt = UUIDS[case], tiny.salt()

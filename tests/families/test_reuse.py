@@ -73,7 +73,9 @@ def test_any_cut_gives_the_same_answer(tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tiny", "case"), [pair for pair in pairs(CASES) if pair[0] in KV], indirect=["tiny"])
+@pytest.mark.parametrize(
+    ("tiny", "case"), [pair for pair in pairs(CASES) if pair[0] in KV], indirect=["tiny"], scope="session"
+)
 def test_every_cut_of_every_prompt_gives_the_same_answer(tiny: Tiny, case: str) -> None:
     check_cuts(tiny, case, 10_000)
 
