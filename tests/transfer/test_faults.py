@@ -24,7 +24,7 @@ LARGE = 24 * MB
 
 TIMEOUT_S = 1.0
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
-TCP_WAYS = ["read", "write"]
+WAYS = ["map", "write", pytest.param("read", marks=pytest.mark.slow)]
 
 
 def expected(nbytes: int, seed: int) -> str:
@@ -63,7 +63,7 @@ def settings(way: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("way", ["map", *TCP_WAYS])
+@pytest.mark.parametrize("way", WAYS)
 async def test_a_sender_that_is_lost_before_it_was_met(spawn: Spawn, opened: Opened, way: str, number: int) -> None:
     config = settings(way)
     receiver, sender = await opened(**config), await spawn(**config)
@@ -76,7 +76,7 @@ async def test_a_sender_that_is_lost_before_it_was_met(spawn: Spawn, opened: Ope
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("way", ["map", *TCP_WAYS])
+@pytest.mark.parametrize("way", WAYS)
 async def test_a_sender_that_is_lost_between_two_transfers(spawn: Spawn, opened: Opened, way: str, number: int) -> None:
     config = {**settings(way), "verify_transfers": False}
     receiver, sender = await opened(**config), await spawn(**config)
@@ -94,7 +94,14 @@ async def test_a_sender_that_is_lost_between_two_transfers(spawn: Spawn, opened:
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(
     ("way", "point"),
-    [("write", "pull"), ("read", "pull"), ("write", "posted"), ("map", "done"), ("read", "done"), ("write", "done")],
+    [
+        ("write", "pull"),
+        pytest.param("read", "pull", marks=pytest.mark.slow),
+        ("write", "posted"),
+        ("map", "done"),
+        pytest.param("read", "done", marks=pytest.mark.slow),
+        ("write", "done"),
+    ],
 )
 async def test_a_sender_that_is_lost_during_a_transfer(
     spawn: Spawn, opened: Opened, way: str, point: str, number: int
@@ -132,10 +139,10 @@ async def test_a_sender_that_is_lost_while_it_is_read(spawn: Spawn, opened: Open
     [
         ("write", "granted"),
         ("write", "written to"),
-        ("read", "granted"),
+        pytest.param("read", "granted", marks=pytest.mark.slow),
         ("read", "posted"),
         ("map", "arrived"),
-        ("read", "arrived"),
+        pytest.param("read", "arrived", marks=pytest.mark.slow),
         ("write", "arrived"),
     ],
 )
@@ -193,7 +200,7 @@ async def test_a_write_that_is_late_lands_in_quarantine_and_nowhere_else(
     await asyncio.gather(rest(receiver), sender.rest())
 
 
-@pytest.mark.parametrize("way", ["map", *TCP_WAYS])
+@pytest.mark.parametrize("way", WAYS)
 async def test_a_sender_restarted_at_the_same_address_with_other_content(
     spawn: Spawn, opened: Opened, way: str
 ) -> None:
@@ -216,9 +223,9 @@ async def test_a_sender_restarted_at_the_same_address_with_other_content(
     await asyncio.gather(rest(receiver), restarted.rest())
 
 
-@pytest.mark.parametrize("way", ["map", *TCP_WAYS])
+@pytest.mark.parametrize("way", WAYS)
 async def test_many_offers_of_which_one_is_never_read(spawn: Spawn, opened: Opened, way: str) -> None:
-    config = {**settings(way), "offer_ttl": 4.0}
+    config = {**settings(way), "offer_ttl": 2.5}
     receiver, sender = await opened(**config), await spawn(**config)
     nbytes = 64 * WIDTH
     refs = await sender.offers(nbytes, 1, count=200)
