@@ -14,7 +14,7 @@ from dynamo_epd.transfer.arena import Arena, Hold
 from dynamo_epd.transfer.config import GRANULE
 from dynamo_epd.transfer.fetches import Fetch, Fetches, Watcher
 from dynamo_epd.transfer.offers import Write, offer_number
-from dynamo_epd.transfer.protocol import Hello, Message
+from dynamo_epd.transfer.protocol import Done, Hello, Message
 
 
 class Memory:
@@ -107,6 +107,10 @@ class FetchRecord:
 
     def expect(self, nbytes: int, on: bool) -> None:
         self.expected += 1 if on else -1
+
+    def taken(self, fetch: Fetch) -> None:
+        if fetch.source is not None:
+            fetch.source.link.send(Done(fetch.ref.offer, fetch.ref.generation))
 
     def sum_slot(self, fetch: Fetch) -> None:
         self.summing.append(fetch)

@@ -20,6 +20,7 @@ from typing import Any
 from ..contract.errors import ConfigError
 
 WAYS = ("dynamo-epd", "trtllm", "nixl-read", "nixl-write", "local", "socket", "memcpy")
+COPY_IN = "dynamo-epd+copy"
 _MB = 1 << 20
 _BLOCKS = 4
 _START_S = 120.0
@@ -32,15 +33,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "transfer",
         help="time moving embeddings between two processes",
         description="Two processes per way, measured in turns; a pair that is not being measured is stopped, because "
-        "upstream's agents keep a core busy each. Times run from the tensor in the encode process to the tensor in the "
-        "prefill process.",
+        "upstream's agents keep a core busy each. Times run from the encoder's output in one process to the tensor in "
+        "the other. dynamo-epd lets the encoder write to registered memory; dynamo-epd+copy counts a copy into it.",
     )
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON (to stdout)")
     parser.add_argument("--tls", choices=("unset", "tcp"), default="unset", help="UCX_TLS of the processes")
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 2, 8, 32], metavar="MB", help="2^20 bytes")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], metavar="N", help="requests at a time")
     parser.add_argument("--count", type=int, default=60, help="transfers per way, size and concurrency")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which ways to measure")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, COPY_IN), default=WAYS, help="what to measure")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the medians (needs matplotlib)")
     parser.set_defaults(run=run)
 

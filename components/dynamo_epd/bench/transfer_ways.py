@@ -62,12 +62,24 @@ class Channel(asyncio.Protocol):
 class Way:
     """One way of moving an embedding; each process uses one half of it.
 
-    ``send`` gives what the receiver must be told and what to wait for before the tensor may change; ``receive`` gives
-    the tensor and how to give it back.
+    ``tensor`` gives the memory that the encoder writes its output to, before the clock starts. ``send`` gives what the
+    receiver must be told, and what to wait for before the memory may be used again; ``receive`` gives the tensor and
+    how to give it back.
     """
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[torch.Tensor]] = {}
 
     async def open(self, role: str) -> None:
         """Set up this process's half."""
+
+    async def tensor(self, shape: tuple[int, int]) -> torch.Tensor:
+        idle = self._idle.setdefault(shape[0] * shape[1], [])
+        return idle.pop() if idle else torch.zeros(shape, dtype=torch.bfloat16)
+
+    def reuse(self, tensor: torch.Tensor) -> None:
+        """The memory may be written to again."""
+        self._idle[tensor.numel()].append(tensor)
 
     async def send(self, tensor: torch.Tensor, channel: Channel) -> tuple[Message, Awaitable[Any] | None]:
         raise TypeError(f"{type(self).__name__} has no sender")
@@ -77,7 +89,16 @@ class Way:
 
 
 class DynamoEpd(Way):
-    """This package's transfer layer. The encoder's tensor is copied into the arena within the measured time."""
+    """This package's transfer layer.
+
+    Args:
+        copy_in: copy the encoder's output into the arena within the measured time; else the encoder writes it there.
+    """
+
+    def __init__(self, copy_in: bool):
+        super().__init__()
+        self._copy_in = copy_in
+        self._slots: dict[int, Any] = {}
 
     async def open(self, role: str) -> None:
         from ..transfer import open_transfer, transfer_config
@@ -85,10 +106,25 @@ class DynamoEpd(Way):
         self.transfer = await open_transfer(transfer_config(host="127.0.0.1", arena_bytes=8 * MAX_BYTES))
         self.numbers = itertools.count()
 
+    async def tensor(self, shape: tuple[int, int]) -> torch.Tensor:
+        if self._copy_in:
+            return await super().tensor(shape)
+        slot = await self.transfer.allocate(2 * shape[0] * shape[1])
+        tensor = slot.tensor(shape, "bfloat16")
+        self._slots[tensor.data_ptr()] = slot
+        return tensor
+
+    def reuse(self, tensor: torch.Tensor) -> None:
+        if self._copy_in:
+            super().reuse(tensor)
+
     async def send(self, tensor: torch.Tensor, channel: Channel) -> tuple[Message, Awaitable[Any] | None]:
         shape, dtype = tuple(tensor.shape), "bfloat16"
-        slot = await self.transfer.allocate(tensor.nbytes)
-        slot.tensor(shape, dtype).copy_(tensor)
+        if self._copy_in:
+            slot = await self.transfer.allocate(tensor.nbytes)
+            slot.tensor(shape, dtype).copy_(tensor)
+        else:
+            slot = self._slots.pop(tensor.data_ptr())
         ref = self.transfer.offer(slot, digest=f"{next(self.numbers):064x}", shape=shape, dtype=dtype)
         slot.release()
         return msgspec.to_builtins(ref), None
@@ -131,6 +167,7 @@ class Upstream(Way):
     """A sender and receiver pair of ``dynamo.common.multimodal.embedding_transfer``."""
 
     def __init__(self, name: str, **receiver_options: int):
+        super().__init__()
         self._name = name
         self._options = receiver_options
 
@@ -208,7 +245,8 @@ class Memcpy(Way):
 
 
 WAYS: dict[str, Callable[[], Way]] = {
-    "dynamo-epd": DynamoEpd,
+    "dynamo-epd": lambda: DynamoEpd(copy_in=False),
+    "dynamo-epd+copy": lambda: DynamoEpd(copy_in=True),
     "trtllm": TrtllmStyle,
     # Their defaults register 8 GB; the size changes nothing in the time of a transfer.
     "nixl-read": lambda: Upstream(
@@ -225,20 +263,17 @@ async def encode(name: str, answers: TextIO) -> None:
     """Serve embeddings until the prefill process is gone."""
     way = WAYS[name]()
     await way.open("encode")
-    idle: dict[int, list[torch.Tensor]] = {}
     background: set[asyncio.Task[None]] = set()
 
     async def serve(channel: Channel, request: Message) -> None:
-        nbytes = request["bytes"]
-        tensors = idle.setdefault(nbytes, [])
-        tensor = tensors.pop() if tensors else torch.zeros(nbytes // 2 // _WIDTH, _WIDTH, dtype=torch.bfloat16)
+        tensor = await way.tensor((request["bytes"] // 2 // _WIDTH, _WIDTH))
         tensor[0, :] = tensor[-1, :] = request["mark"]
         start = time.monotonic()
         message, finished = await way.send(tensor, channel)
         channel.send({"number": request["number"], "start": start, "message": message})
         if finished is not None:
             await finished
-        tensors.append(tensor)
+        way.reuse(tensor)
 
     def received(channel: Channel, request: Message) -> None:
         if name == "memcpy":

@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .arena import Arena, Content, Hold, Waiter
+from .callers import abandon, release, require_rows, require_same, resolver
 from .carrier import INLINE_BYTES, Carrier
 from .config import GRANULE, TransferConfig
 from .control import Link
@@ -102,24 +102,16 @@ class Endpoint:
             return slots
         future: asyncio.Future[list[Hold]] = self._loop.create_future()
 
-        def done(result: list[Hold] | TransferError) -> None:
-            if isinstance(result, TransferError):
-                self._count(result)
-                _fail(future, result)
-            elif future.done():
-                _release(result)
-            else:
-                future.set_result(result)
-
-        waiter = Waiter(sizes, self._deadline(timeout), done)
+        waiter = Waiter(sizes, self._deadline(timeout), resolver(future))
         self.arena.wait(waiter)
         self._arm()
         try:
             return await future
-        except asyncio.CancelledError:
+        except BaseException as error:
             self.arena.forget(waiter)
-            if future.done() and not future.cancelled() and future.exception() is None:
-                _release(future.result())
+            abandon(future)
+            if isinstance(error, TransferError):
+                self._count(error)
             raise
 
     def offer(self, slot: Hold, *, digest: str, shape: Sequence[int], dtype: str) -> TensorRef:
@@ -142,7 +134,7 @@ class Endpoint:
             self.offers.withdraw(ref.offer)
 
     async def fetch(self, ref: TensorRef, *, first: int = 0, timeout: float | None = None) -> Hold:
-        _require_rows(ref, first)
+        require_rows(ref, first)
         slot = self._at_once(ref) if first == 0 else None
         return slot or (await self.fetch_all([ref], first=first, timeout=timeout))[0]
 
@@ -177,7 +169,7 @@ class Endpoint:
     async def fetch_all(self, refs: Sequence[TensorRef], *, first: int = 0, timeout: float | None = None) -> list[Hold]:
         """Fetch several tensors as ``fetch`` does one; memory for them is taken all at once, and all arrive or none."""
         for ref in refs:
-            _require_rows(ref, first)
+            require_rows(ref, first)
         deadline = self._deadline(timeout)
         leaders = {ref.digest if first == 0 else i: i for i, ref in reversed(list(enumerate(refs)))}
         left = set(leaders.values())
@@ -205,13 +197,12 @@ class Endpoint:
             for i, ref in enumerate(refs):
                 if i not in found:
                     leader = found[leaders[ref.digest]]
-                    _require_same(ref, leader.allocation.content, leader.nbytes)
+                    require_same(ref, leader.allocation.content, leader.nbytes)
                     found[i] = leader.hold()
         except BaseException as error:
             for outcome in outcomes.values():
-                if not outcome.cancel() and not outcome.cancelled() and not outcome.exception():
-                    outcome.result().release()
-            _release(found.values())
+                abandon(outcome)
+            release(found.values())
             led.clear()
             if isinstance(error, TransferError):
                 self._count(error)
@@ -269,9 +260,9 @@ class Endpoint:
             if kept is not None:
                 outcomes[i] = self._loop.create_future()
                 outcomes[i].set_result(kept)
-                _require_same(ref, kept.allocation.content, kept.nbytes)
+                require_same(ref, kept.allocation.content, kept.nbytes)
             elif flight is not None:
-                _require_same(ref, flight.content, flight.nbytes)
+                require_same(ref, flight.content, flight.nbytes)
                 watcher, outcomes[i] = self._watcher(deadline)
                 self.fetches.watch(flight, watcher)
                 self._bind(flight, watcher, outcomes[i])
@@ -297,16 +288,7 @@ class Endpoint:
 
     def _watcher(self, deadline: float) -> tuple[Watcher, asyncio.Future[Hold]]:
         future: asyncio.Future[Hold] = self._loop.create_future()
-
-        def done(result: Hold | TransferError) -> None:
-            if isinstance(result, TransferError):
-                _fail(future, result)
-            elif future.done():
-                result.release()
-            else:
-                future.set_result(result)
-
-        return Watcher(deadline, done), future
+        return Watcher(deadline, resolver(future)), future
 
     def _bind(self, fetch: Fetch, watcher: Watcher, future: asyncio.Future[Hold]) -> None:
         if not future.done():
@@ -330,6 +312,10 @@ class Endpoint:
             # The data plane's connection is broken: the next fetch makes a new one, with a new link.
             peer.link.close()
         self._arm()
+
+    def taken(self, fetch: Fetch) -> None:
+        # Telling the peer wakes it; the caller need not wait for that.
+        self._loop.call_soon(self.decline, fetch.ref)
 
     def over(self, fetch: Fetch, error: TransferError | None) -> None:
         if error is None:
@@ -407,30 +393,6 @@ class Endpoint:
 
     def _count(self, error: TransferError) -> None:
         self.failures[error.reason] = self.failures.get(error.reason, 0) + 1
-
-
-def _fail(future: asyncio.Future[Any], error: TransferError) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _release(slots: Iterable[Hold]) -> None:
-    for slot in slots:
-        slot.release()
-
-
-def _require_rows(ref: TensorRef, first: int) -> None:
-    if not 0 <= first < ref.shape[0] or max(ref.offer, ref.generation) >> 63:
-        raise TransferError("protocol", f"row {first} of {ref} cannot be fetched")
-
-
-def _require_same(ref: TensorRef, content: Content | None, nbytes: int) -> None:
-    same = (content.shape, content.dtype) == (ref.shape, ref.dtype) if content else nbytes == ref.nbytes
-    if not same:
-        kept = f"{content.dtype} {content.shape}" if content else f"{nbytes} bytes"
-        raise TransferError(
-            "protocol", f"digest {ref.digest} is known here as {kept}, and offered as {ref.dtype} {ref.shape}"
-        )
 
 
 def _hello(agent: str, region: Region, plane: DataPlane | None) -> Hello:

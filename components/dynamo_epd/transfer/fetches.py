@@ -96,6 +96,10 @@ class FetchEffects(Protocol):
         """The data plane must (not) make progress for a peer that writes."""
         ...
 
+    def taken(self, fetch: Fetch) -> None:
+        """Tell the peer, soon, that its offer is over: all bytes are here."""
+        ...
+
     def sum_slot(self, fetch: Fetch) -> None:
         """Call ``Fetches.summed`` with the BLAKE3 of the slot's bytes."""
         ...
@@ -339,7 +343,7 @@ class Fetches:
         slot.allocation.content = fetch.content
         watchers = list(fetch.watchers)
         self._over(fetch, None)
-        self._send(fetch, Done(fetch.ref.offer, fetch.ref.generation))
+        self._effects.taken(fetch)
         for watcher in watchers:
             watcher.done(slot.hold())
         self._free(fetch)

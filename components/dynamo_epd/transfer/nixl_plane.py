@@ -34,7 +34,7 @@ _INLINE_BYTES = 2 << 20
 _SPIN_S = 0.001
 """For this long the event loop drives what is in flight; then the thread does."""
 _WAKE_S = 60e-6
-"""For this long after a move was posted the loop does not rest between its looks: most are over by then."""
+"""For this long after a move was posted, or bytes moved, the loop does not rest between its looks."""
 _REST_S = 10e-6
 """Then it rests this long between any two, for the peer may need the core to do its part."""
 _WORK_S = 10e-6
@@ -158,7 +158,10 @@ class NixlPlane:
                 finally:
                     self._agent_lock.release()
                 self._tell_all()
-            if self._busy and now > self._wake_until and time.monotonic() - now < _WORK_S:
+            end = time.monotonic()
+            if end - now > _WORK_S:
+                self._wake_until = end + _WAKE_S
+            elif self._busy and now > self._wake_until:
                 time.sleep(_REST_S)
             self._loop.call_soon(self._spin)
             return
