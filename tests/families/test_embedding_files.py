@@ -116,6 +116,35 @@ def test_the_same_content_is_the_same_however_the_file_is_written(tiny: Tiny) ->
     assert len({tuple(answer.tokens) for answer in answers}) == 1
 
 
+@pytest.mark.parametrize("tiny", ["qwen2_5_vl", "llama4"], indirect=True)
+def test_the_request_may_say_what_the_file_does_not(tiny: Tiny) -> None:
+    """The grid makes the same item wherever it stands, and belongs to embedding files only, in prompt order."""
+    pictures = [image(1), image(2), image(3)]
+    text = tiny.text(["A ", pictures[0], "B ", pictures[1], "C ", pictures[2], "D"])
+    first, last = (encoded(tiny, pictures[i]) for i in (0, 2))
+    bare = File(last.embedding, None).source("image")
+    items, salt = [first.source("image"), pictures[1], bare], tiny.salt()
+    told = tiny.stack.ask(text, [items[0], items[1], last.source("image")], salt=salt)
+    same(told, tiny.plain.answer(text, pictures))
+    for grids in ([None, last.grid], [first.grid, list(last.grid)]):
+        answer = tiny.stack.ask(text, items, salt=salt, kwargs={"image_grid_thw": grids})
+        assert answer.digests == told.digests and answer.tokens == told.tokens
+        assert answer.cached == answer.prompt_tokens - 1
+    for grids, message in (
+        ([last.grid], "image_grid_thw must be a list with one .* the request has 2"),
+        (last.grid, "the request has 2"),
+        ([None, None], "image 3: .*needs grid_thw"),
+        ([None, [1, 4]], "image 3: .*three positive integers"),
+        ([None, [1, -4, 6]], "image 3: .*three positive integers"),
+        ([None, [1, 400, 600]], "image 3: .*rows"),
+        ([[1, 1, 1], last.grid], "image 1: the file's grid is"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            tiny.stack.ask(text, items, salt=salt, kwargs={"image_grid_thw": grids})
+    with pytest.raises(InvalidArgument, match="the request has 0"):
+        tiny.stack.ask(text, pictures, salt=salt, kwargs={"image_grid_thw": [first.grid]})
+
+
 @pytest.mark.parametrize("tiny", ["qwen3_vl"], indirect=True)
 def test_what_else_a_file_holds_keeps_it_apart(tiny: Tiny) -> None:
     """Another grid with as many rows, another auxiliary tensor, another dtype, a uuid: none shares with another."""

@@ -236,7 +236,10 @@ class GeneralFamily(PretrainedFamily):
 def whole_grid(grid: Sequence[int] | None) -> tuple[int, int, int]:
     """``grid`` as ``(t, h, w)``. Raises ``InvalidRequest`` where it is missing or not that."""
     if grid is None:
-        raise InvalidRequest("the embedding needs grid_thw: give it in the file or in the request")
+        raise InvalidRequest(
+            "the embedding needs grid_thw: put it into the file, or into mm_processor_kwargs.image_grid_thw or "
+            "video_grid_thw"
+        )
     if len(grid) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in grid):
         raise InvalidRequest(f"grid_thw is {list(grid)}, must be three positive integers")
     t, h, w = grid

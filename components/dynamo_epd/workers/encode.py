@@ -114,11 +114,12 @@ class EncodeWorker(EpdWorker):
         )
         places, ordered = _in_prompt_order(family, token_ids, refs)
         counts = Counter(ref.modality for ref in ordered)
-        options = family.request_options(counts, _processor_options(request))
+        kwargs, grids = media_items.take_grids(_processor_options(request), ordered)
+        options = family.request_options(counts, kwargs)
         salt = (request.get("routing") or {}).get("cache_salt") if self.args.isolate_embedding_cache_by_salt else None
         tasks = [
-            asyncio.ensure_future(self._item(ref, token_ids[start : start + length], options, salt, seen))
-            for ref, (start, length, _) in zip(ordered, places, strict=True)
+            asyncio.ensure_future(self._item(ref, token_ids[start : start + length], options, salt, seen, grid))
+            for ref, (start, length, _), grid in zip(ordered, places, grids, strict=True)
         ]
         try:
             found = await asyncio.gather(*tasks)
@@ -160,12 +161,14 @@ class EncodeWorker(EpdWorker):
         options: Mapping[str, Any],
         salt: str | None,
         seen: Observation,
+        grid: media_items.GridTHW | None = None,
     ) -> tuple[str, str, Encoded]:
         """(content digest, cache key, embedding) of one item. Decodes and encodes only what is not known.
 
         Args:
             placeholder: the ids that stand for the item in the unexpanded prompt.
             salt: of the tenant, where tenants must not see each other's embeddings in the time that they take.
+            grid: of an embedding file, where the request gives it.
         """
         family, limits = self._family, self._limits
         with seen.stage("fetch"):
@@ -173,7 +176,7 @@ class EncodeWorker(EpdWorker):
         seen.note(bytes=len(data))
         made = False
         if ref.kind == "embedding":
-            given = await self._in_thread(media_items.read_embedding, family, ref, data, limits)
+            given = await self._in_thread(media_items.read_embedding, family, ref, data, limits, grid)
             digest = await self._in_thread(media_items.embedding_digest, family, ref, given, options)
             work: Callable[[], Awaitable[Encoded]] = partial(self._take, ref, given, options)
         else:

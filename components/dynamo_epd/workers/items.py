@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ..contract.digest import item_digest
 from ..contract.errors import InvalidRequest
+from ..contract.handoff import Modality
 from ..media.audio import DecodedAudio, decode_audio
 from ..media.embedding import PrecomputedEmbedding, decode_embedding
 from ..media.image import ALPHA_BACKGROUND, decode_image
@@ -18,6 +22,11 @@ from ..models.base import Family, Media, Prepared
 
 if TYPE_CHECKING:
     import torch
+
+GridTHW = tuple[int, int, int]
+"""``(t, h, w)`` of an image or a video, in what the family counts (patches, tiles)."""
+
+_GRIDS: dict[Modality, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
 
 def digest(family: Family, ref: MediaReference, data: bytes, options: Mapping[str, Any], encoder: str = "hf") -> str:
@@ -92,9 +101,54 @@ def prepare(
         raise _labelled(error, ref) from error
 
 
-def read_embedding(family: Family, ref: MediaReference, data: bytes, limits: MediaLimits) -> PrecomputedEmbedding:
-    """The embedding file of ``ref``; raises ``InvalidRequest``."""
-    return decode_embedding(data, width=family.embedding_width, limits=limits, label=ref.label)
+def take_grids(
+    options: Mapping[str, Any], refs: Sequence[MediaReference]
+) -> tuple[dict[str, Any], list[GridTHW | None]]:
+    """``options`` without the grids of embedding files, and these: one for each of ``refs``, None where none is given.
+
+    ``image_grid_thw`` and ``video_grid_thw`` are lists of ``[t, h, w]``, one for each embedding file of the modality in
+    prompt order; null for a file that tells its own.
+
+    Raises:
+        InvalidRequest: more or fewer grids than files, or one that is not three positive integers.
+    """
+    rest = dict(options)
+    grids: list[GridTHW | None] = [None] * len(refs)
+    for modality, name in _GRIDS.items():
+        given = rest.pop(name, None)
+        if given is None:
+            continue
+        files = [i for i, ref in enumerate(refs) if ref.kind == "embedding" and ref.modality == modality]
+        if not isinstance(given, list) or len(given) != len(files):
+            raise InvalidRequest(
+                f"mm_processor_kwargs.{name} must be a list with one [t, h, w] for each {modality} embedding file; the "
+                f"request has {len(files)}"
+            )
+        for i, grid in zip(files, given, strict=True):
+            grids[i] = None if grid is None else _grid(grid, refs[i])
+    return rest, grids
+
+
+def _grid(value: object, ref: MediaReference) -> GridTHW:
+    try:
+        grid = msgspec.convert(value, GridTHW)
+    except msgspec.ValidationError:
+        grid = (0, 0, 0)
+    if not all(0 < n < 1 << 31 for n in grid):
+        raise InvalidRequest(f"its grid is {value!r:.60}, must be three positive integers [t, h, w]", item=ref.label)
+    return grid
+
+
+def read_embedding(
+    family: Family, ref: MediaReference, data: bytes, limits: MediaLimits, grid: GridTHW | None
+) -> PrecomputedEmbedding:
+    """The embedding file of ``ref`` with its grid, by the file or by the request; raises ``InvalidRequest``."""
+    given = decode_embedding(data, width=family.embedding_width, limits=limits, label=ref.label)
+    if grid is None:
+        return given
+    if given.grid not in (None, (grid,)):
+        raise InvalidRequest(f"the file's grid is {given.grid}, the request's {grid}; leave one out", item=ref.label)
+    return replace(given, grid=(grid,))
 
 
 def prepare_embedding(
