@@ -18,6 +18,8 @@ from dynamo_epd.transfer import Endpoint
 from .child import WIDTH, arm, checksum, make_offer, pattern, state
 from .conftest import Child, Opened, Spawn, rest
 
+pytestmark = pytest.mark.slow  # processes that are stopped and killed: minutes on a loaded machine
+
 MB = 1 << 20
 LARGE = 24 * MB
 """More than the sockets' buffers hold, so that a stopped peer stops the transfer."""
