@@ -37,11 +37,13 @@ class Case:
         parts: seed -> text and media in order.
         kwargs: ``mm_processor_kwargs``.
         plain: the same for transformers' processor, by section.
+        families: those that know these options; none for all.
     """
 
     parts: Callable[[int], Sequence[Part]]
     kwargs: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
+    families: Sequence[str] = ()
 
     def media(self, seed: int) -> list[Media]:
         return [part for part in self.parts(seed) if isinstance(part, Media)]
@@ -67,24 +69,36 @@ MIXED: dict[str, Case] = {
     "audio-image": Case(lambda s: [audio(s), "says what of ", image(s + 1), "?"]),
     "image-audio-video": Case(lambda s: [image(s), "A", audio(s + 1), "B ", video(s + 2), "All?"]),
 }
-OWN_SOUND: dict[str, Case] = {
+
+
+def _picture(kwargs: dict[str, Any], *families: str) -> Case:
+    """A wide picture with options for the image processor."""
+    return Case(lambda s: ["See ", image(s, 300, 100), "?"], kwargs, {"images_kwargs": kwargs}, families)
+
+
+OPTIONS: dict[str, Case] = {
     "video-with-sound": Case(
         lambda s: [video(s, fps=2.0, sound=s + 1), "What?"],
         {"use_audio_in_video": True, "fps": 2.0},
         {"own_sound": True, "videos_kwargs": {"fps": 2.0}},
+        ("qwen2_5_omni", "qwen3_omni_moe"),
     ),
+    "pan-and-scan": _picture({"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 50}, "gemma3"),
+    "fewer-pixels": _picture({"max_pixels": 10_000}, "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni_moe"),
+    "fewer-tiles": _picture({"max_patches": 2}, "llama4"),
+    "fewer-patches": _picture({"max_num_patches": 24}, "nemotron_h_omni"),
+    "smaller": _picture({"size": {"longest_edge": 84}}, "mistral3", "pixtral"),
 }
-CASES = {**ALONE, **MIXED, **OWN_SOUND}
+CASES = {**ALONE, **MIXED, **OPTIONS}
 
 
 def pairs(cases: dict[str, Case]) -> list[tuple[str, str]]:
     """(family, case) for all families that take what the case needs."""
-    sound = {"qwen2_5_omni", "qwen3_omni_moe"}
     return [
         (family, name)
         for family in TAKES
         for name, case in cases.items()
-        if case.modalities <= TAKES[family] and (name not in OWN_SOUND or family in sound)
+        if case.modalities <= TAKES[family] and family in (case.families or TAKES)
     ]
 
 

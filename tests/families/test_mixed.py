@@ -19,7 +19,7 @@ from dynamo_epd.models import Media
 
 from .cases import CASES, TAKES, pairs
 from .conftest import Tiny, same
-from .media_files import image, video
+from .media_files import audio, image, video
 
 SEED, OTHER = 1, 11
 
@@ -55,6 +55,39 @@ def test_one_picture_twice(tiny: Tiny) -> None:
     answer = tiny.stack.ask(tiny.text(parts), [picture, picture])
     same(answer, tiny.plain.answer(tiny.text(parts), [picture, picture]))
     assert answer.digests[0] == answer.digests[1]
+
+
+@pytest.mark.parametrize("tiny", ["phi4_multimodal"], indirect=True)
+def test_a_clip_beside_a_picture_is_another_item(tiny: Tiny) -> None:
+    """Phi-4 projects a clip in another way when the request also has a picture."""
+    clip, picture, salt = audio(SEED), image(SEED), tiny.salt()
+    answers = []
+    for parts in (["Hear ", clip, "?"], ["Hear ", clip, " and ", picture, "?"]):
+        media = [part for part in parts if not isinstance(part, str)]
+        for _ in range(2):
+            answers.append(tiny.stack.ask(tiny.text(parts), media, salt=salt))
+            same(answers[-1], tiny.plain.answer(tiny.text(parts), media))
+    assert answers[0].digests[0] == answers[1].digests[0] != answers[2].digests[0]
+    assert answers[2].layout is not None and answers[2].cached == int(answers[2].layout.run_starts[0])
+
+
+@pytest.mark.parametrize("tiny", ["qwen2_5_omni", "qwen3_omni_moe"], indirect=True)
+def test_the_sound_of_a_video_is_part_of_what_it_is(tiny: Tiny) -> None:
+    """Equal frames with another sound, the same file without its sound: nothing of either is shared."""
+    options, plain = CASES["video-with-sound"].kwargs, CASES["video-with-sound"].plain
+    one, other, salt = video(3, fps=2.0, sound=4), video(3, fps=2.0, sound=5), tiny.salt()
+    text = tiny.text([one, "What?"])
+    first = tiny.stack.ask(text, [one], kwargs=options, salt=salt)
+    assert first.handoff is not None and [item.modality for item in first.handoff.items] == ["audio", "video"]
+    begin = int(first.layout.run_starts.min()) if first.layout else 0
+    second = tiny.stack.ask(text, [other], kwargs=options, salt=salt)
+    same(second, tiny.plain.answer(text, [other], plain))
+    silent = tiny.stack.ask(text, [one], kwargs={"fps": 2.0}, salt=salt)
+    same(silent, tiny.plain.answer(text, [one], {"videos_kwargs": {"fps": 2.0}}))
+    assert second.cached == begin >= silent.cached
+    assert len({*first.digests, *second.digests, *silent.digests}) == 5
+    both = [tiny.text([one, " and ", other, "?"]), [one, other]]
+    same(tiny.stack.ask(*both, kwargs=options, salt=salt), tiny.plain.answer(*both, plain))
 
 
 @contextmanager
