@@ -73,10 +73,19 @@ def at_rest(found: dict[str, Any]) -> bool:
     return not any(found[key] for key in ("used", "quarantined", "offers", "writing", "waiting"))
 
 
+def block(transfer: Endpoint, on: bool) -> None:
+    """Have an endpoint's data plane do nothing, or go on: what is written to it over TCP stays in the sockets."""
+    lock = transfer._carrier.plane._agent_lock  # type: ignore[union-attr]
+    if on:
+        lock.acquire()
+    else:
+        lock.release()
+
+
 def arm(transfer: Endpoint, point: str, act: Callable[[], None]) -> None:
     """Have ``act`` called once, at a point of the next transfer.
 
-    ``pull``: a receiver's request has come, nothing was done for it; ``posted``: the data plane has begun a move;
+    ``pull``: a receiver has asked, nothing was done for it; ``posted``: the data plane is in the middle of a move;
     ``granted``: this process has sent its own request; ``done``: a receiver has said that it is finished;
     ``arrived``: all bytes are here and nobody was told.
     """
@@ -158,6 +167,10 @@ class Server:
 
     async def do_arm(self, point: str, number: int) -> dict[str, Any]:
         arm(self.transfer, point, lambda: os.kill(os.getpid(), number))
+        return {}
+
+    async def do_block(self, on: bool) -> dict[str, Any]:
+        block(self.transfer, on)
         return {}
 
     async def do_hold(self, nbytes: int) -> dict[str, Any]:

@@ -94,12 +94,14 @@ class Child:
             os.kill(self.pid, number)
 
     async def stopped(self) -> None:
-        """Wait until a stop that was armed has come."""
-        deadline = time.monotonic() + PATIENCE_S
-        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            if time.monotonic() > deadline:
-                raise AssertionError("the child did not stop")
-            await asyncio.sleep(0.01)
+        """Wait until a signal that was armed has come: the child is stopped, or gone."""
+        await eventually(lambda: self._state() in "TZX")
+
+    def _state(self) -> str:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return "X"
 
     def end(self) -> None:
         self._task.cancel()
@@ -122,6 +124,15 @@ async def until(check: Callable[[], Awaitable[dict[str, Any]] | dict[str, Any]])
             return
         if time.monotonic() > deadline:
             raise AssertionError(f"still in use: {found}")
+        await asyncio.sleep(0.02)
+
+
+async def eventually(check: Callable[[], object]) -> None:
+    """Wait until ``check`` gives something true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not check():
+        if time.monotonic() > deadline:
+            raise AssertionError("what must come did not come")
         await asyncio.sleep(0.02)
 
 

@@ -15,8 +15,8 @@ from blake3 import blake3
 from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.transfer import Endpoint
 
-from .child import WIDTH, arm, checksum, make_offer, pattern, state
-from .conftest import Child, Opened, Spawn, rest
+from .child import WIDTH, arm, block, checksum, make_offer, pattern, state
+from .conftest import Child, Opened, Spawn, eventually, rest
 
 pytestmark = pytest.mark.slow  # processes that are stopped and killed: minutes on a loaded machine
 
@@ -113,7 +113,13 @@ async def test_a_sender_that_is_lost_during_a_transfer(
     await good(sender, receiver, 1)
     await sender.call("arm", point=point, number=number)
     ref = await sender.offer(LARGE, 2)
-    outcome = await fetched(receiver, LARGE, 2, ref)
+    fetching = asyncio.create_task(fetched(receiver, LARGE, 2, ref))
+    if point == "posted":
+        # Or all of it may be here before the sender stops.
+        block(receiver, True)
+        await sender.stopped()
+        block(receiver, False)
+    outcome = await fetching
     assert outcome in (("ok",) if point == "done" else ("peer_lost", "timeout"))
     if outcome != "ok":
         assert (receiver.arena.quarantined_bytes > 0) or number == signal.SIGKILL or way == "read"
@@ -153,18 +159,20 @@ async def test_a_receiver_that_is_lost(spawn: Spawn, opened: Opened, way: str, p
     sender, receiver = await opened(**config), await spawn(**config)
     assert await receiver.fetch(await make_offer(sender, MB, 1)) == expected(MB, 1)
     if point == "written to":
+        await receiver.call("block", on=True)
         arm(sender, "posted", lambda: receiver.signal(number))
     else:
         await receiver.call("arm", point=point, number=number)
     fetching = asyncio.create_task(receiver.fetch(await make_offer(sender, LARGE, 2)))
     # Whatever the receiver was doing, the offer ends, and with it all but memory that the fabric still reads.
-    while state(sender)["offers"] or (sender.arena.used_bytes and not sender.offers.writing):
-        await asyncio.sleep(0.02)
+    await eventually(lambda: not state(sender)["offers"] and (not sender.arena.used_bytes or sender.offers.writing))
     assert sender.arena.used_bytes == (LARGE if sender.offers.writing else 0)
     receiver = await revive(receiver, number, spawn, config)
     if number == signal.SIGKILL:
         fetching.cancel()
     else:
+        if point == "written to":
+            await receiver.call("block", on=False)
         try:
             assert await fetching == expected(LARGE, 2)
         except TransferError as error:
@@ -181,7 +189,11 @@ async def test_a_write_that_is_late_lands_in_quarantine_and_nowhere_else(
     receiver, sender = await opened(**config), await spawn(**config)
     await good(sender, receiver, 1)
     await sender.call("arm", point="posted", number=signal.SIGSTOP)
-    assert await fetched(receiver, LARGE, 2, await sender.offer(LARGE, 2)) == "timeout"
+    fetching = asyncio.create_task(fetched(receiver, LARGE, 2, await sender.offer(LARGE, 2)))
+    block(receiver, True)
+    await sender.stopped()
+    block(receiver, False)
+    assert await fetching == "timeout"
     assert receiver.arena.quarantined_bytes == LARGE
     # Everything that can be had is in use for something else when the sender goes on.
     others = []
@@ -193,8 +205,7 @@ async def test_a_write_that_is_late_lands_in_quarantine_and_nowhere_else(
         await receiver.allocate(MB)
     assert caught.value.reason == "arena_full"
     sender.signal(signal.SIGCONT)
-    while receiver.arena.quarantined_bytes:
-        await asyncio.sleep(0.02)
+    await eventually(lambda: not receiver.arena.quarantined_bytes)
     for i, slot in enumerate(others):
         assert bool((slot.tensor((MB,), "uint8") == i + 100).all())
         slot.release()
@@ -258,22 +269,21 @@ async def test_a_link_is_not_closed_while_bytes_are_on_their_way(spawn: Spawn, o
     config = {**settings("write"), "verify_transfers": False, "timeout": 30.0}
     sender, receiver = await opened(**config), await spawn(**config)
     assert await receiver.fetch(await make_offer(sender, MB, 1)) == expected(MB, 1)
+    await receiver.call("block", on=True)
     arm(sender, "posted", lambda: receiver.signal(signal.SIGSTOP))
     fetching = asyncio.create_task(receiver.fetch(await make_offer(sender, LARGE, 2)))
-    while not sender.offers.writing:
-        await asyncio.sleep(0.02)
     await receiver.stopped()
     (peer,) = sender.links._accepted
     peer.faulted(peer.link, TransferError("protocol", "as if it had sent something malformed"))
     await asyncio.sleep(0.1)
     assert peer in sender.links._accepted
     receiver.signal(signal.SIGCONT)
+    await receiver.call("block", on=False)
     try:
         assert await fetching == expected(LARGE, 2)
     except TransferError as error:
         assert error.reason == "peer_lost"
-    while peer in sender.links._accepted:
-        await asyncio.sleep(0.02)
+    await eventually(lambda: peer not in sender.links._accepted)
     assert await receiver.fetch(await make_offer(sender, MB, 3)) == expected(MB, 3)
 
 
@@ -282,11 +292,12 @@ async def test_a_slot_that_the_kernel_lent_is_not_freed_by_a_stopped_receiver(sp
     config = {**settings("write"), "verify_transfers": False, "arena_bytes": 32 * MB}
     sender, receiver = await opened(**config), await spawn(**config)
     assert await receiver.fetch(await make_offer(sender, MB, 1)) == expected(MB, 1)
+    await receiver.call("block", on=True)
     arm(sender, "posted", lambda: receiver.signal(signal.SIGSTOP))
-    fetching = asyncio.create_task(receiver.fetch(await make_offer(sender, LARGE, 2), timeout=30.0))
-    while not (sender.offers.writing and not state(sender)["offers"]):
-        await asyncio.sleep(0.02)
+    fetching = asyncio.create_task(receiver.fetch(await make_offer(sender, LARGE, 2), timeout=60.0))
+    await eventually(lambda: sender.offers.writing and not state(sender)["offers"])
     while sender.arena.free_bytes >= MB:
         (await sender.allocate(MB)).tensor((MB,), "uint8").fill_(0)
     receiver.signal(signal.SIGCONT)
+    await receiver.call("block", on=False)
     assert await fetching == expected(LARGE, 2)
