@@ -16,7 +16,7 @@ Part = str | Media
 TAKES: dict[str, frozenset[str]] = {
     **dict.fromkeys(("gemma3", "llama4", "llava_next", "mistral3", "pixtral"), frozenset({"image"})),
     **dict.fromkeys(
-        ("cosmos3_edge", "cosmos3_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
+        ("cosmos3_edge", "cosmos3_omni", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
         frozenset({"image", "video"}),
     ),
     **dict.fromkeys(
@@ -102,15 +102,17 @@ def pairs(cases: dict[str, Case]) -> list[tuple[str, str]]:
     ]
 
 
-def item_by_item(family: str, case: Case) -> bool:
-    """Whether transformers' own forward cannot say what the case's answer is.
+def item_by_item(family: str, media: Sequence[Media]) -> bool:
+    """Whether transformers' own forward cannot say what the answer about ``media`` is.
 
-    Nemotron takes no images together with videos, and only videos of one shape. Qwen3-Omni and Phi-4 pad clips to one
-    length, which changes the shorter one.
+    Nemotron takes no images together with videos, and it and InternVL only videos of one shape. Qwen3-Omni and Phi-4
+    pad clips to one length, which changes the shorter one.
     """
-    media = case.media(0)
-    kinds = [item.modality for item in media]
+    kinds = {item.modality for item in media}
+    films = {item.data.shape for item in media if item.modality == "video"}
+    clips = {len(item.data) for item in media if item.modality == "audio"}
     if family.startswith("nemotron"):
-        return {"image", "video"} <= set(kinds) or kinds.count("video") > 1
-    lengths = {len(item.data) for item in media if item.modality == "audio"}
-    return family in ("qwen3_omni_moe", "phi4_multimodal") and len(lengths) > 1
+        return {"image", "video"} <= kinds or len(films) > 1
+    if family == "internvl":
+        return len(films) > 1
+    return family in ("qwen3_omni_moe", "phi4_multimodal") and len(clips) > 1

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from dynamo_epd.models import Media
 
 from ..models.tiny import make_weights, write_model_dir
 from .cases import CASES, Part, item_by_item
@@ -58,13 +60,15 @@ class Tiny:
     def expected(self, case: str, seed: int) -> Expected:
         if (case, seed) not in self._expected:
             c = CASES[case]
-            text, media = self.text(c.parts(seed)), c.media(seed)
-            if item_by_item(self.name, c):
-                found = self.plain.answer_item_by_item(text, media)
-            else:
-                found = self.plain.answer(text, media, c.plain)
-            self._expected[case, seed] = found
+            self._expected[case, seed] = self.plainly(c.parts(seed), c.plain)
         return self._expected[case, seed]
+
+    def plainly(self, parts: Sequence[Part], options: Mapping[str, Any] | None = None) -> Expected:
+        """What plain transformers answers to a user's turn."""
+        text, media = self.text(parts), [part for part in parts if isinstance(part, Media)]
+        if item_by_item(self.name, media):
+            return self.plain.answer_item_by_item(text, media)
+        return self.plain.answer(text, media, options)
 
 
 def same(answer: Answer, expected: Expected) -> None:

@@ -93,7 +93,7 @@ def test_another_question_about_the_same_media(tiny: Tiny) -> None:
         wanted = [part for part in asked if not isinstance(part, str)]
         text = tiny.text(asked)
         answer = tiny.stack.ask(text, wanted, kwargs=case.kwargs, salt=salt)
-        same(answer, tiny.plain.answer(text, wanted, case.plain))
+        same(answer, tiny.plainly(asked, case.plain))
         assert items <= answer.cached < answer.prompt_tokens
 
 
