@@ -70,7 +70,8 @@ def place(
 
     Returns:
         ``[3, n]``, int64 or, with fractions among ``offsets``, float64; and the delta: generated token i has position
-        ``n + i + delta``.
+        ``n + i + delta``, the one that it will have in the prompt of the next turn. That is not always behind all others:
+        Qwen-VL's text after a long video goes on before the video's last time.
     """
     n = len(layout)
     slot_item = layout.slot_item
@@ -90,4 +91,4 @@ def place(
         begins = (inside & ~np.insert(joined, 0, False))[inside]
         own[0] -= own[0, begins][np.cumsum(begins) - 1]
         positions[:, inside] += own
-    return positions, positions.max(initial=-1).item() + 1 - n
+    return positions, step.sum().item() - n
