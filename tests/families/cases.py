@@ -64,6 +64,7 @@ MIXED: dict[str, Case] = {
     "video-image-video": Case(
         lambda s: ["First ", video(s), "then", image(s + 1), " and ", video(s + 2, 6, 2.0, (80, 64)), "What changed?"]
     ),
+    "long-video": Case(lambda s: [video(s, 40, 4.0), "Hm?"]),
     "audio-audio": Case(lambda s: [audio(s), "vs ", audio(s + 1, 2.7), "?"]),
     "audio-video-audio": Case(lambda s: [audio(s), "over ", video(s + 1), audio(s + 2), "Which fits?"]),
     "audio-image": Case(lambda s: [audio(s), "says what of ", image(s + 1), "?"]),

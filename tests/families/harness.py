@@ -75,8 +75,8 @@ class Answer:
 class Stack:
     """The workers of one model, started; ``close`` stops them.
 
-    ``prefill`` and ``decode`` reuse blocks, ``agg`` does not. A model with a recurrent state has agg workers only:
-    ``agg`` and, where reuse was asked for, ``reusing``.
+    ``prefill``, ``decode`` and ``agg`` reuse blocks, ``forgetful`` is an agg worker that does not. A model with a
+    recurrent state has agg workers only.
 
     Args:
         model_dir: the checkpoint.
@@ -91,12 +91,11 @@ class Stack:
         self._workers: list[Any] = []
         try:
             self.encode = self.start("encode", "--multimodal-embedding-cache-capacity-gb", "0.004")
-            self.agg = self.start("agg", *self.engine_args(enable_block_reuse=False))
+            self.forgetful = self.start("agg", *self.engine_args(enable_block_reuse=False))
+            self.agg = self.start("agg", *self.engine_args())
             if pair:
                 self.prefill = self.start("prefill", *self.engine_args())
                 self.decode = self.start("decode", *self.engine_args())
-            else:
-                self.reusing = self.start("agg", *self.engine_args())
         except BaseException:
             self.close()
             raise
@@ -182,22 +181,17 @@ class Stack:
         }
         return request | {name: value for name, value in optional.items() if value}
 
-    def ask(self, *args: Any, reuse: bool = True, **options: Any) -> Answer:
-        """The answer to ``request(*args, **options)``; through prefill and decode, or agg without reuse."""
-        return self.ask_all([self.request(*args, **options)], reuse=reuse)[0]
+    def ask(self, *args: Any, on: Any = None, **options: Any) -> Answer:
+        """The answer to ``request(*args, **options)``, through prefill and decode, or ``on`` a worker."""
+        return self.ask_all([self.request(*args, **options)], on=on)[0]
 
-    def ask_all(self, requests: Sequence[dict[str, Any]], *, reuse: bool = True) -> list[Answer]:
+    def ask_all(self, requests: Sequence[dict[str, Any]], *, on: Any = None) -> list[Answer]:
         """Answers to requests that are in flight together."""
 
         async def together() -> list[Answer]:
-            return list(await asyncio.gather(*(self._serve(request, reuse) for request in requests)))
+            return list(await asyncio.gather(*(self._serve(request, on) for request in requests)))
 
         return self.run(together())
-
-    def serve_on(self, worker: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks of one worker behind encode."""
-        (chunk,) = self.run(_generate(self.encode, request))
-        return self.run(_generate(worker, request | {"encoder_result": chunk["encoder_result"]}))
 
     def prompt(self, request: dict[str, Any]) -> Prompt:
         """The request as a worker behind encode understands it; nobody fetches its embeddings."""
@@ -208,7 +202,7 @@ class Stack:
             self.encode.transfer.withdraw(item.embedding)
         return build_prompt(request, handoff, self.family)
 
-    async def _serve(self, request: dict[str, Any], reuse: bool) -> Answer:
+    async def _serve(self, request: dict[str, Any], on: Any) -> Answer:
         answer = Answer(layout=PromptLayout.text(request["token_ids"]))
         if request.get("multi_modal_data"):
             (chunk,) = await _generate(self.encode, request)
@@ -216,8 +210,8 @@ class Stack:
             answer.handoff = parse_handoff(chunk["encoder_result"])
             if answer.handoff.error is None:
                 answer.layout = expand(request["token_ids"], answer.handoff.replacements, len(answer.handoff.items))
-        if not reuse or not self.pair:
-            return _read(answer, await _generate(self.agg if not reuse else self.reusing, request))
+        if on is not None or not self.pair:
+            return _read(answer, await _generate(on or self.agg, request))
         chunks = await _generate(self.prefill, request)
         first = _read(Answer(), chunks)
         result = {"disaggregated_params": chunks[-1]["disaggregated_params"]}

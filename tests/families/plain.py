@@ -47,13 +47,25 @@ class Plain:
         self.model, self.family = model, family
         self.processor: Any = family.processor
 
-    def answer(self, text: str, media: Sequence[Media] = (), kwargs: Mapping[str, Any] | None = None) -> Expected:
+    def answer(
+        self,
+        text: str,
+        media: Sequence[Media] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        more: Sequence[int] = (),
+    ) -> Expected:
         """The answer to a prompt with one placeholder per item.
 
         Args:
             kwargs: of the processor, by section; ``own_sound``: whether the videos' own sound is heard.
+            more: ids of text behind ``text``.
         """
         inputs = self.inputs(text, media, kwargs or {})
+        if more:
+            ids = torch.tensor([list(more)])
+            tails = dict.fromkeys(("mm_token_type_ids", "token_type_ids"), torch.zeros_like(ids))
+            tails |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            inputs |= {n: torch.cat([inputs[n], t.to(inputs[n].dtype)], 1) for n, t in tails.items() if n in inputs}
         return self._generate(inputs["input_ids"][0].tolist(), inputs)
 
     def answer_item_by_item(self, text: str, media: Sequence[Media]) -> Expected:

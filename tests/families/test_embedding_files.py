@@ -73,7 +73,7 @@ def test_a_file_is_answered_like_what_it_was_made_from(tiny: Tiny, case: str) ->
     assert answers[0].layout is not None
     assert different.cached == (0 if tiny.hybrid else int(answers[0].layout.run_starts.min()))
     assert different.digests != answers[0].digests
-    same(asked(tiny, case, file.source(case), reuse=False), expected)
+    same(asked(tiny, case, file.source(case), on=tiny.stack.forgetful), expected)
 
 
 @pytest.mark.parametrize("tiny", IMAGES, indirect=True)

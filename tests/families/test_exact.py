@@ -22,7 +22,7 @@ def test_the_family_takes_what_the_cases_ask(tiny: Tiny) -> None:
 @every_case
 def test_equals_plain_transformers(tiny: Tiny, case: str) -> None:
     expected = tiny.expected(case, SEED)
-    same(tiny.ask(case, SEED, reuse=False), expected)
+    same(tiny.ask(case, SEED, on=tiny.stack.forgetful), expected)
     same(tiny.ask(case, SEED, salt=tiny.salt()), expected)
 
 

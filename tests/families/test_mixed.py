@@ -177,7 +177,7 @@ def test_a_hybrid_is_keyed_exactly_all_the_same(tiny: Tiny) -> None:
 def test_a_hybrid_cannot_be_split_into_prefill_and_decode(tiny: Tiny) -> None:
     worker = tiny.stack.start("prefill", *tiny.stack.engine_args())
     with pytest.raises(InvalidArgument, match="recurrent state.*use agg"):
-        tiny.stack.serve_on(worker, tiny.stack.request(tiny.text([image(1), "?"]), [image(1)]))
+        tiny.stack.ask(tiny.text([image(1), "?"]), [image(1)], on=worker)
 
 
 @pytest.mark.parametrize("tiny", ["qwen3_vl"], indirect=True)

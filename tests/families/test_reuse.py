@@ -97,6 +97,25 @@ def test_another_question_about_the_same_media(tiny: Tiny) -> None:
         assert items <= answer.cached < answer.prompt_tokens
 
 
+@pytest.mark.parametrize("tiny", TAKES, indirect=True)
+def test_the_next_turn(tiny: Tiny) -> None:
+    """What was generated is shared as well, and stands in the next prompt where it stood when it was generated."""
+    able = {case for family, case in pairs(CASES) if family == tiny.name}
+    case = CASES[next(name for name in ("long-video", "audio", "image") if name in able)]
+    text, media = tiny.text(case.parts(SEED)), case.media(SEED)
+    question = tiny.family.tokenizer("And then?", add_special_tokens=False)["input_ids"]
+    for worker in (None, tiny.stack.agg):
+        salt = tiny.salt()
+        first = tiny.stack.ask(text, media, salt=salt, on=worker)
+        request = tiny.stack.request(text, media, salt=salt)
+        request["token_ids"] = [*request["token_ids"], *first.tokens, *question]
+        (second,) = tiny.stack.ask_all([request], on=worker)
+        same(second, tiny.plain.answer(text, media, more=[*first.tokens, *question]))
+        # Prefill has not seen the answer; who generates does not compute the KV of its last token.
+        known = first.prompt_tokens + (0 if worker is None else len(first.tokens) - 1)
+        assert second.cached == (0 if tiny.hybrid else known)
+
+
 @pytest.mark.parametrize("tiny", ["gemma3"], indirect=True)
 def test_gemma3_is_cut_at_items_only(tiny: Tiny) -> None:
     """Inside an item its tokens see each other in both directions: a cut there would give something else."""
