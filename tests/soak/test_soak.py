@@ -60,7 +60,8 @@ class Soak:
                 self.faults.append(f"answered {answer}, not {turn.expected!r}")
             return
         self.outcomes[f"status {answer.status}: {answer.text}"] += 1
-        if answer.status not in TYPED or not answer.text:
+        # When a model has lost its last worker of a kind, the frontend takes its endpoint away: a 404 without a word.
+        if answer.status not in TYPED or not (answer.text or answer.status == 404):
             self.faults.append(f"neither an answer nor a typed error: {answer}")
         elif undisturbed:
             self.faults.append(f"an error while all workers were there: {answer}")
@@ -170,10 +171,8 @@ async def test_soak(talks, seconds, kill_every):
         stack.check()
         problems = grown(seen)
         left = await leftovers(stack)
-    print(f"{seconds} s: {dict(soak.outcomes)}; at the end {seen[-1]}")
-    assert soak.faults == []
-    assert problems == []
-    assert left == {}
+    print(f"{seconds} s: {dict(soak.outcomes)}; in the middle {seen[len(seen) // 2]}, at the end {seen[-1]}")
+    assert (soak.faults, problems, left) == ([], [], {})
     assert soak.outcomes["right"] > 2 * seconds and soak.outcomes["killed"] and soak.outcomes["given up"]
 
 
