@@ -53,6 +53,18 @@ def test_the_thinnest_pictures(tiny: Tiny, size: tuple[int, int]) -> None:
     same(tiny.stack.ask(text, [thin]), expected)
 
 
+@pytest.mark.parametrize("tiny", ["mistral3"], indirect=True)
+def test_a_picture_of_one_row(tiny: Tiny) -> None:
+    """transformers fails for such a picture alone; beside another one it says what its row is."""
+    small, other, salt = image(3, 20, 20), image(4), tiny.salt()
+    alone = tiny.stack.ask(tiny.text(QUESTION), [small], salt=salt)
+    assert alone.layout is not None and alone.layout.rows.tolist() == [1]
+    parts = ["A ", small, "B ", other, "C"]
+    answer = tiny.stack.ask(tiny.text(parts), [small, other], salt=salt)
+    same(answer, tiny.plainly(parts))
+    assert answer.digests[0] == alone.digests[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("BMP", {}), ("TIFF", {}), ("WEBP", {"lossless": True}), ("GIF", {}), ("PNG", {"compress_level": 0})],

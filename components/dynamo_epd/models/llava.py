@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..contract.handoff import Modality
+from .base import Prepared
 from .general import GeneralFamily, whole_grid
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Llava(GeneralFamily):
@@ -26,3 +30,12 @@ class Llava(GeneralFamily):
         _, h, w = whole_grid(grid)
         size = self.processor.patch_size
         return {}, self.processor.replace_image_token({"image_sizes": [(h * size, w * size)]}, 0)
+
+    def embed(self, modality: Modality, inputs: Mapping[str, Any], items: Sequence[Prepared]) -> list[torch.Tensor]:
+        import torch
+
+        if sum(item.rows for item in items) > 1:
+            return super().embed(modality, inputs, items)
+        # Mistral 3 in transformers 5.24 squeezes the only row of a call away, so such an image is encoded twice.
+        twice = {name: torch.cat([value, value]) for name, value in inputs.items()}
+        return super().embed(modality, twice, [*items, *items])[:1]

@@ -70,7 +70,7 @@ def place(
 
     Returns:
         ``[3, n]``, int64 or, with fractions among ``offsets``, float64; and the delta: generated token i has position
-        ``n + i + delta``, the one that it will have in the prompt of the next turn. That is not always behind all others:
+        ``n + i + delta``, the one that it will have in the prompt of the next turn. It is not always behind all others:
         Qwen-VL's text after a long video goes on before the video's last time.
     """
     n = len(layout)
