@@ -87,8 +87,14 @@ def decode_embedding(data: bytes, *, width: int, limits: MediaLimits, label: str
 def _read(data: bytes, label: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     # Eight bytes of header length, the header (JSON), the tensors: https://huggingface.co/docs/safetensors
     header_size = int.from_bytes(data[:8], "little")
-    if len(data) < 10 or data[8:9] != b"{" or header_size > len(data) - 8:
+    if len(data) < 10 or data[8:9] != b"{":
         raise not_decodable(data, "an embedding in the safetensors format", label)
+    if header_size > len(data) - 8:
+        raise InvalidRequest(
+            f"the embedding file has {len(data)} bytes and names a header of {header_size}; it is damaged or "
+            "incomplete, save it again",
+            item=label,
+        )
     if header_size > _MAX_HEADER_BYTES:
         raise InvalidRequest(
             f"the embedding file has a header of {header_size} bytes, the limit is {_MAX_HEADER_BYTES}", item=label

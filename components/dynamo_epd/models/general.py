@@ -233,8 +233,15 @@ class GeneralFamily(PretrainedFamily):
         return None, 0
 
 
-def whole_grid(grid: Sequence[int] | None) -> tuple[int, int, int]:
-    """``grid`` as ``(t, h, w)``. Raises ``InvalidRequest`` where it is missing or not that."""
+def whole_grid(grid: Sequence[int] | None, rows: int, merge: int = 1) -> tuple[int, int, int]:
+    """The grid of an embedding of ``rows`` rows, as ``(t, h, w)``.
+
+    Args:
+        merge: cells per side that become one row; each becomes one row or more where it is 1.
+
+    Raises:
+        InvalidRequest: it is missing, is not three positive integers, does not divide, or needs more rows.
+    """
     if grid is None:
         raise InvalidRequest(
             "the embedding needs grid_thw: put it into the file, or into mm_processor_kwargs.image_grid_thw or "
@@ -243,6 +250,15 @@ def whole_grid(grid: Sequence[int] | None) -> tuple[int, int, int]:
     if len(grid) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in grid):
         raise InvalidRequest(f"grid_thw is {list(grid)}, must be three positive integers")
     t, h, w = grid
+    if h % merge or w % merge:
+        raise InvalidRequest(
+            f"grid_thw is {list(grid)}, but its height and width count patches and must be multiples of {merge}: this "
+            f"model makes one row of {merge} x {merge} patches"
+        )
+    # Before the prompt's text is made from it: a grid is a few bytes, its text may be any number of gigabytes.
+    least = t * (h // merge) * (w // merge)
+    if least > rows:
+        raise InvalidRequest(f"the embedding has {rows} rows, its grid {list(grid)} makes at least {least}")
     return t, h, w
 
 

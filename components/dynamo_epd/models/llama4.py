@@ -28,7 +28,7 @@ class Llama4(GeneralFamily):
         self, modality: Modality, rows: int, grid: Sequence[int] | None, kwargs: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], str]:
         """The grid counts tiles: ``(1, down, across)``, without the whole image that follows them."""
-        _, down, across = whole_grid(grid)
+        _, down, across = whole_grid(grid, rows)
         tiles = down * across + 1 if down * across > 1 else 1
         return {}, self.processor._prompt_split_image((down, across), max(1, rows // tiles))
 

@@ -27,7 +27,7 @@ class Llava(GeneralFamily):
         """Where rows break, the grid is needed: ``(1, h, w)`` in patches of the vision tower."""
         if not self.framing_tokens():
             return super().embedding_text(modality, rows, grid, kwargs)
-        _, h, w = whole_grid(grid)
+        _, h, w = whole_grid(grid, rows, self.processor.spatial_merge_size)
         size = self.processor.patch_size
         return {}, self.processor.replace_image_token({"image_sizes": [(h * size, w * size)]}, 0)
 

@@ -141,7 +141,8 @@ class QwenOmni(GeneralFamily):
             return super().embedding_text(modality, rows, grid, kwargs)
         import torch
 
-        inputs: dict[str, Any] = {f"{modality}_grid_thw": torch.tensor([whole_grid(grid)])}
+        whole = whole_grid(grid, rows, self.config.vision_config.spatial_merge_size)
+        inputs: dict[str, Any] = {f"{modality}_grid_thw": torch.tensor([whole])}
         if modality == "video":
             fps = self._sections(kwargs)["videos_kwargs"].get("fps")
             if fps is None:

@@ -30,7 +30,7 @@ class QwenVL(GeneralFamily):
     ) -> tuple[Mapping[str, Any], str]:
         import torch
 
-        whole = whole_grid(grid)
+        whole = whole_grid(grid, rows, self.config.vision_config.spatial_merge_size)
         inputs: dict[str, Any] = {f"{modality}_grid_thw": torch.tensor([whole])}
         if modality == "video":
             inputs |= self.embedding_times(whole[0], kwargs)

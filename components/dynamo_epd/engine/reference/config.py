@@ -8,7 +8,6 @@ run with a default.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...contract.errors import ConfigError
+from .. import arguments
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def load_engine_config(path: Path | str | None, override_json: str | None, model
     Raises:
         ConfigError: the file cannot be read; a key is misspelt or at the wrong level; a value has the wrong type.
     """
-    given = _merge(_read_yaml(path), _read_json(override_json))
+    given = arguments.read(path, override_json)
     known: dict[str, Any] = {}
     unknown: list[str] = []
     for place, key, value in _entries(given):
@@ -101,8 +101,6 @@ def _entries(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         if key != _KV:
             yield "", key, value
         elif value is not None:
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{_KV} is {value!r}, must be a mapping")
             yield from ((_KV, k, v) for k, v in value.items())
 
 
@@ -133,43 +131,6 @@ def _refuse_misspelt(name: str, place: str, key: str) -> None:
     if near:
         right = f"{_PLACES[near[0]]}.{near[0]}" if _PLACES[near[0]] else near[0]
         raise ConfigError(f"{name} is not a key; did you mean {right}?")
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**base, **over}
-    if isinstance(base.get(_KV), Mapping) and isinstance(over.get(_KV), Mapping):
-        merged[_KV] = {**base[_KV], **over[_KV]}
-    return merged
-
-
-def _read_yaml(path: Path | str | None) -> Mapping[str, Any]:
-    if path is None:
-        return {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"engine configuration {path} cannot be read: {error}") from error
-    return _mapping(content, str(path))
-
-
-def _read_json(text: str | None) -> Mapping[str, Any]:
-    if not text:
-        return {}
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"engine override {text!r} is not JSON: {error}") from error
-    return _mapping(content, "engine override")
-
-
-def _mapping(content: Any, where: str) -> Mapping[str, Any]:
-    if content is None:
-        return {}
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{where} holds a {type(content).__name__}, must hold keys and values")
-    return content
 
 
 def _max_position_embeddings(model_dir: Path) -> int:

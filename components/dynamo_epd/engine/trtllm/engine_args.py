@@ -16,9 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...contract.errors import ConfigError
+from .. import arguments
 
 EVENT_BUFFER = 100_000
 """Block events that the engine keeps for a reader; what Dynamo's own TensorRT-LLM worker asks for."""
@@ -88,7 +87,7 @@ def load(path: Path | str | None, override_json: str | None) -> EngineArgs:
     Raises:
         ConfigError: the file cannot be read, or asks for what this package decides.
     """
-    values = _merge(_read_yaml(path), _read_json(override_json))
+    values = arguments.read(path, override_json)
     for key in _OURS:
         if key in values:
             raise ConfigError(f"engine key {key}: give --model on the command line instead")
@@ -135,42 +134,3 @@ def _fits(value: Any, kind: str) -> bool:
 @cache
 def _schema() -> dict[str, dict[str, str]]:
     return json.loads(files(__package__).joinpath("llm_args.json").read_text(encoding="utf-8"))
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
-def _read_yaml(path: Path | str | None) -> Mapping[str, Any]:
-    if path is None:
-        return {}
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"engine configuration {path} cannot be read: {error}") from error
-    return _mapping(content, str(path))
-
-
-def _read_json(text: str | None) -> Mapping[str, Any]:
-    if not text:
-        return {}
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"engine override {text!r} is not JSON: {error}") from error
-    return _mapping(content, "engine override")
-
-
-def _mapping(content: Any, where: str) -> Mapping[str, Any]:
-    if content is None:
-        return {}
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{where} holds a {type(content).__name__}, must hold keys and values")
-    section = content.get("kv_cache_config")
-    if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(f"{where}: kv_cache_config is {section!r}, must be a mapping")
-    return content
