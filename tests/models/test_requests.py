@@ -271,6 +271,19 @@ def test_embeddings_that_the_caller_brings_are_laid_out_like_encoded_ones(family
         ("qwen3_vl", "video", 16, (4, 4, 4), "needs mm_processor_kwargs.fps"),
         ("gemma3", "image", 5, None, "5 rows"),
         ("pixtral", "image", 35, None, "needs grid_thw"),
+        ("qwen2_vl", "image", 6, (1, 5, 5), "multiples of 2"),
+        ("qwen2_5_vl", "video", 6, (1, 4, 7), "multiples of 2"),
+        ("qwen3_vl", "image", 8, (1, 5, 7), "multiples of 2"),
+        ("qwen3_vl_moe", "image", 4, (1, 1, 16), "multiples of 2"),
+        ("cosmos3_omni", "video", 6, (2, 4, 3), "multiples of 2"),
+        ("cosmos3_edge", "image", 6, (1, 8, 3), "multiples of 2"),
+        ("qwen2_5_omni", "image", 8, (1, 5, 7), "multiples of 2"),
+        ("qwen3_omni_moe", "video", 8, (1, 5, 7), "multiples of 2"),
+        ("mistral3", "image", 12, (1, 7, 8), "multiples of 2"),
+        *(
+            (name, "image", 6, (1, 1 << 30, 1 << 30), "6 rows, its grid .* makes at least")
+            for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_omni_moe", "cosmos3_edge", "mistral3", "pixtral", "llama4")
+        ),
         ("qwen2_5_vl", "audio", 35, None, "takes no audio"),
         ("nemotron_h_omni", "video", 35, None, "send the video"),
     ],
