@@ -3,70 +3,16 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import numpy as np
 import pytest
 
-from dynamo_epd.demo.plain import PlainTransformers, PromptPredictor
-from dynamo_epd.demo.toy_data import QUESTIONS, TOY_MODEL, random_picture
-from dynamo_epd.serve.client import chat, user
-
+from ..conversations import wrong_answers
 from .conftest import MODEL
 
-MAX_TOKENS = 6
-AT_ONCE = 8
 
-
-@pytest.fixture(scope="module")
-def plain():
-    return PlainTransformers(TOY_MODEL)
-
-
-def random_conversation(rng, pool):
-    """One to four turns; the first has one to three pictures, a later one sometimes another."""
-    turns = []
-    for turn in range(int(rng.integers(1, 5))):
-        count = int(rng.integers(1, 4)) if turn == 0 else int(rng.random() < 0.3)
-        pictures = [pool[int(rng.integers(len(pool)))] for _ in range(count)]
-        turns.append((*pictures, QUESTIONS[int(rng.integers(len(QUESTIONS)))].text))
-    return turns
-
-
-async def converse(http, url, plain, predictor, turns, gate):
-    sent, local, wrong = [], [], []
-    for turn in turns:
-        images = [p.draw() for p in turn[:-1]]
-        sent.append(user(*images, turn[-1]))
-        parts = [{"type": "image", "image": image} for image in images]
-        local.append({"role": "user", "content": [*parts, {"type": "text", "text": turn[-1]}]})
-        async with gate:
-            answer = await chat(http, url, MODEL, sent, max_tokens=MAX_TOKENS)
-        expected, _ = await asyncio.to_thread(plain.answer, local, MAX_TOKENS)
-        length = len(predictor.layout(local)[0])
-        if (answer.status, answer.text, answer.prompt_tokens) != (200, expected, length):
-            wrong.append((turn, answer, expected, length))
-        assert answer.cached_tokens < length
-        sent.append({"role": "assistant", "content": expected})
-        local.append({"role": "assistant", "content": [{"type": "text", "text": expected}]})
-    return wrong
-
-
-async def run(http, stack, plain, conversations, seed):
-    rng = np.random.default_rng(seed)
-    # Few pictures, so that prefixes are shared and differ in one picture; of several sizes, so that cuts fall anywhere.
-    pool = [random_picture(rng, side) for side in (56, 84, 84, 84, 112) for _ in range(2)]
-    gate, predictor = asyncio.Semaphore(AT_ONCE), PromptPredictor(TOY_MODEL)
-    work = [random_conversation(rng, pool) for _ in range(conversations)]
-    results = await asyncio.gather(*(converse(http, stack.url, plain, predictor, turns, gate) for turns in work))
-    stack.check()
-    return [entry for result in results for entry in result]
-
-
-async def test_answers_equal_plain_transformers(http, stack, plain):
-    assert await run(http, stack, plain, 40, seed=1) == []
+async def test_answers_equal_plain_transformers(http, stack):
+    assert await wrong_answers(http, stack, MODEL, 40, seed=1) == []
 
 
 @pytest.mark.slow
-async def test_answers_equal_plain_transformers_over_200_conversations(http, stack, plain):
-    assert await run(http, stack, plain, 200, seed=2) == []
+async def test_answers_equal_plain_transformers_over_200_conversations(http, stack):
+    assert await wrong_answers(http, stack, MODEL, 200, seed=2) == []
