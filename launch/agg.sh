@@ -1,69 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# One worker that prefills and decodes text, on this host. Images, video and audio need e_pd.sh or epd.sh.
-#
-# Without settings it serves the toy model, which runs on a CPU too. MODEL_PATH is a model directory; its engine files
-# are those of configs/<its name in lower case>, unless ENGINE_CONFIGS or the single *_ENGINE_ARGS say otherwise.
-# Ctrl-C stops everything; so does the end of any process, whose exit status is then this script's. Arguments are passed
-# to all workers. For restarts, readiness and other hosts: dynamo-epd serve graphs.agg:Frontend.
+# One worker that prefills and decodes text, on this host; common.sh says how it is set. Images, video and audio need
+# e_pd.sh or epd.sh.
 
 set -e
+# shellcheck source=launch/common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-name=$(basename "${MODEL_PATH:-toy}")
-
-export MODEL_PATH=${MODEL_PATH:-"$root/components/dynamo_epd/demo/toy_vlm"}
-export SERVED_MODEL_NAME=${SERVED_MODEL_NAME:-"$name"}
-export ENGINE_CONFIGS=${ENGINE_CONFIGS:-"$root/configs/${name,,}"}
-export AGG_ENGINE_ARGS=${AGG_ENGINE_ARGS:-"$ENGINE_CONFIGS/agg.yaml"}
-export AGG_CUDA_VISIBLE_DEVICES=${AGG_CUDA_VISIBLE_DEVICES:-"0"}
-export DYN_HTTP_PORT=${DYN_HTTP_PORT:-8000}
-
-# Discovery by files: no etcd, no NATS.
-export DYN_DISCOVERY_BACKEND=${DYN_DISCOVERY_BACKEND:-"file"}
-folder=$(mktemp -d)
-export DYN_FILE_KV=${DYN_FILE_KV:-"$folder"}
-export DYN_REQUEST_PLANE=${DYN_REQUEST_PLANE:-"tcp"}
-export DYN_EVENT_PLANE=${DYN_EVENT_PLANE:-"zmq"}
-# The frontend ends first: nobody routes to a worker that is about to stop.
-export DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS=${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-0.5}
-
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=$root/.venv/bin/python
-    [ -x "$PYTHON" ] || PYTHON=python3
-fi
-
-pids=()
-
-# One after the other, in the order in which requests meet them. Whoever takes longer than 30 s is killed.
-cleanup() {
-    trap '' EXIT INT TERM
-    for pid in "${pids[@]}"; do
-        kill "$pid" 2>/dev/null || continue
-        for _ in $(seq 300); do
-            kill -0 "$pid" 2>/dev/null || continue 2
-            sleep 0.1
-        done
-        kill -KILL "$pid"
-    done
-    rm -rf -- "$folder"
-    echo "all stopped"
-}
-trap cleanup EXIT
-trap 'exit 0' INT TERM
-
-# Frontend
-"$PYTHON" -m dynamo.frontend &
-pids+=($!)
-
-# Prefill and decode worker
-CUDA_VISIBLE_DEVICES=$AGG_CUDA_VISIBLE_DEVICES DYN_SYSTEM_PORT=${DYN_SYSTEM_PORT1:-8081} "$PYTHON" -m dynamo_epd \
-    --model-path "$MODEL_PATH" \
-    --served-model-name "$SERVED_MODEL_NAME" \
-    --extra-engine-args "$AGG_ENGINE_ARGS" \
-    --disaggregation-mode agg --no-route-to-encoder "$@" &
-pids+=($!)
+worker agg "${AGG_CUDA_VISIBLE_DEVICES:-0}" "${AGG_ENGINE_ARGS:-"$ENGINE_CONFIGS/agg.yaml"}" --no-route-to-encoder "$@"
 
 # Ends when any of them does.
 wait -n "${pids[@]}"
