@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_epd.commands import serve
 from dynamo_epd.contract.errors import ConfigError
-from dynamo_epd.serve import dynamo, launch
+from dynamo_epd.serve import discovery, dynamo, launch
 from dynamo_epd.serve.config import Override
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +108,7 @@ def test_parts_of_one_host_meet_in_one_folder(planned):
             {"DYN_EVENT_PLANE": "zmq", "DYN_REQUEST_PLANE": "nats", "NATS_SERVER": "nats://n:4222"},
         ),
         (["--Discovery.directory=/shared"], {}, {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": "/shared"}),
+        (["--Discovery.etcd=localhost:2379"], {}, {"ETCD_ENDPOINTS": "localhost:2379"}),
     ],
 )
 def test_discovery_for_many_hosts(planned, argv, environ, expected):
@@ -116,10 +117,38 @@ def test_discovery_for_many_hosts(planned, argv, environ, expected):
     assert "DYN_TCP_RPC_HOST" not in env
 
 
+_HOSTS = {
+    "DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_EPD_TRANSFER_HOST",
+    "DYN_SYSTEM_HOST",
+}  # fmt: skip
+
+
+def test_each_host_gives_the_address_from_which_it_reaches_etcd(planned, monkeypatch):
+    monkeypatch.setattr(discovery, "address_towards", lambda servers: f"from {servers}")
+    made = planned("--Discovery.etcd=http://h:1,https://g", environ={"DYN_EVENT_PLANE_HOST": "10.0.0.9"})["Middle"]
+    assert {made.env[name] for name in _HOSTS} == {"from [('h', 1), ('g', 2379)]", "10.0.0.9"}
+    assert made.env["DYN_EVENT_PLANE_HOST"] == "10.0.0.9"
+    # A probe asks where the worker listens.
+    assert made.probe.host == made.env["DYN_SYSTEM_HOST"] and made.needs == (("h", 1), ("g", 2379))
+
+
+def test_the_address_that_is_given_is_the_one_that_is_taken(planned):
+    env = planned("--Discovery.etcd=http://h:1", "--Discovery.host=10.0.0.7", environ={"DYN_SYSTEM_HOST": "::"})[
+        "Back"
+    ].env
+    assert {env[name] for name in _HOSTS} == {"10.0.0.7"}
+
+
+def test_an_address_towards_loopback_is_none_for_others():
+    assert discovery.address_towards([("127.0.0.1", 2379)]) == ""
+    assert discovery.address_towards([("no such host", 2379)]) == ""
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--Discovery.backend=etdc"], "backend 'etdc' does not work here; did you mean 'etcd'"),
+        (["--Discovery.etcd=http://h:port"], "'http://h:port' is no URL; write http://host:2379"),
         (["--Discovery.event-plane=nats"], "needs a server: set Discovery.nats"),
         (["--Middle.ServiceArgs.resources.gpu=5"], "Middle needs 5 GPU, and too little is left of this host's 4"),
         (["--working-dir", "/no/such"], "--working-dir /no/such: no such directory"),
@@ -146,14 +175,14 @@ def test_the_system_ports_start_where_the_environment_says(planned):
 
 
 def test_a_shared_folder_that_is_not_ours_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(tmp_path))
-    path = launch.shared_folder() / "discovery"
-    launch.make_folder(path)
-    launch.make_folder(path)
-    assert path.is_dir() and launch.shared_folder().stat().st_mode & 0o777 == 0o700
-    launch.shared_folder().chmod(0o777)
+    monkeypatch.setattr(discovery.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = discovery.shared_folder() / "discovery"
+    discovery.make_folder(path)
+    discovery.make_folder(path)
+    assert path.is_dir() and discovery.shared_folder().stat().st_mode & 0o777 == 0o700
+    discovery.shared_folder().chmod(0o777)
     with pytest.raises(ConfigError, match="others may write"):
-        launch.make_folder(path)
+        discovery.make_folder(path)
 
 
 def test_ports_are_claimed_once_and_never_those_in_use():

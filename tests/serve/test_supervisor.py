@@ -211,6 +211,26 @@ def test_a_reader_of_the_output_that_goes_away_stops_nothing(serve, tmp_path):
     assert len(run.output.splitlines()) == 2
 
 
+def test_nothing_starts_before_etcd_answers_and_waiting_is_no_failure(serve):
+    port = free_port()
+    run = serve({"Discovery": {"etcd": f"http://127.0.0.1:{port}"}}, "--max-restarts", "0", "--one-by-one")
+    run.until_said(f"Back waits for etcd, which does not answer at 127.0.0.1:{port}")
+    assert not run.journal()
+    with socket.socket() as etcd:
+        etcd.bind(("127.0.0.1", port))
+        etcd.listen()
+        run.until_said("all are ready")
+        assert run.end(signal.SIGINT) == STOPPED
+    assert run.output.count("waits for etcd") == 1
+
+
+def test_ctrl_c_ends_the_wait_for_etcd(serve):
+    run = serve({"Discovery": {"etcd": f"http://127.0.0.1:{free_port()}"}})
+    run.until_said("waits for etcd")
+    assert run.end(signal.SIGINT) == STOPPED
+    assert not run.journal()
+
+
 def test_a_port_that_is_taken_is_named_before_anything_starts(serve):
     with socket.socket() as s:
         s.bind(("0.0.0.0", 0))

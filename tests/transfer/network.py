@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Network namespaces with delay and loss between them: ``tc netem`` where the kernel has it, else a relay in Python.
+Without delay and loss, the kernel's bridge.
 
 Run as a script it is the relay: it takes frames from one end of each cable and puts them out of the others.
 """
@@ -44,6 +45,11 @@ class Host:
         """Take the cable out, or put it back."""
         ip("-n", self.hub, "link", "set", self.port, "down" if off else "up")
 
+    def command(self, *argv: str) -> list[str]:
+        """``argv`` as it is run on this host, which has shared memory of its own."""
+        script = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+        return ["ip", "netns", "exec", self.name, "sh", "-c", script, "sh", *argv]
+
 
 @contextlib.contextmanager
 def hosts(count: int, delay_s: float, loss: float) -> Iterator[list[Host]]:
@@ -66,7 +72,7 @@ def hosts(count: int, delay_s: float, loss: float) -> Iterator[list[Host]]:
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             ip("-n", host.name, "link", "set", "eth0", "up")
             ip("-n", hub, "link", "set", host.port, "up")
-        if not _netem(made, delay_s, loss):
+        if not _bridge(made, delay_s, loss):
             for host in made:
                 script = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import network; "
                 subprocess.run(
@@ -94,14 +100,13 @@ def whole_frames(interface: str) -> None:
             fcntl.ioctl(sock, _SIOCETHTOOL, struct.pack("16sP", interface.encode(), ctypes.addressof(value)))
 
 
-def _netem(made: list[Host], delay_s: float, loss: float) -> bool:
+def _bridge(made: list[Host], delay_s: float, loss: float) -> bool:
     hub = made[0].hub
     ip("-n", hub, "link", "add", "bridge0", "type", "bridge")
     for host in made:
         tc = ["tc", "-n", hub, "qdisc", "add", "dev", host.port, "root", "netem"]
-        if subprocess.run(
-            [*tc, "delay", f"{delay_s * 1e3}ms", "loss", f"{loss * 100}%"], capture_output=True
-        ).returncode:
+        netem = [*tc, "delay", f"{delay_s * 1e3}ms", "loss", f"{loss * 100}%"]
+        if (delay_s or loss) and subprocess.run(netem, capture_output=True).returncode:
             ip("-n", hub, "link", "del", "bridge0")
             return False
         ip("-n", hub, "link", "set", host.port, "master", "bridge0")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contract.errors import ConfigError
-from ..serve import config, graph, launch, processes
+from ..serve import config, discovery, graph, launch, processes
 from ..serve.output import Output
 from ..serve.placement import visible_gpus
 from ..serve.supervisor import Policy, Supervisor
@@ -89,7 +89,7 @@ def _supervise(args: argparse.Namespace, folder: Path) -> int:
                 f"(--{instance.name}.http-port=...)"
             )
     for path in {i.env["DYN_FILE_KV"] for i in planned.instances if "DYN_FILE_KV" in i.env}:
-        launch.make_folder(Path(path))
+        discovery.make_folder(Path(path))
     output = Output([i.name for i in planned.instances], log_dir=args.log_dir)
     for note in planned.notes:
         output.say(note)

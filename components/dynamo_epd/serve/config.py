@@ -23,7 +23,7 @@ from .names import did_you_mean, plain
 from .options import command_line, key_of
 
 COMMON, ENVIRONMENT, DISCOVERY = "Common", "Environment", "Discovery"
-DISCOVERY_KEYS = ("backend", "directory", "etcd", "nats", "request-plane", "event-plane")
+DISCOVERY_KEYS = ("backend", "directory", "etcd", "host", "nats", "request-plane", "event-plane")
 _RESERVED = ("common-configs", "ServiceArgs")
 _SERVICE_ARGS = ("workers", "resources", "devices", "env")
 _RESOURCES = ("gpu", "cpu", "memory")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 _TIMEOUT = 5.0
@@ -33,6 +34,16 @@ async def ready(probe: Probe) -> bool:
         return await asyncio.wait_for(_ask(probe), _TIMEOUT)
     except (OSError, asyncio.TimeoutError, ValueError, EOFError, IndexError):
         return False
+
+
+async def reachable(servers: Iterable[tuple[str, int]]) -> bool:
+    """Whether one of ``servers``, host and port, accepts a connection within 5 seconds."""
+    for host, port in servers:
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _TIMEOUT)
+            writer.close()
+            return True
+    return False
 
 
 async def _ask(probe: Probe) -> bool:

@@ -7,23 +7,19 @@ import os
 import shlex
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..contract.errors import ConfigError
 from .config import Deployment, ServiceConfig
+from .discovery import LOOPBACK, servers, variables
 from .graph import Graph, order
 from .health import Probe
-from .names import did_you_mean
 from .options import flags
 from .placement import Need, place
 
 FIRST_SYSTEM_PORT = 8081
-_LOOPBACK = "127.0.0.1"
-_BACKENDS = ("file", "etcd", "kubernetes")
-_HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_EPD_TRANSFER_HOST")
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,7 @@ class Instance:
         env: what it gets beyond the launcher's own environment.
         gpus: of this host.
         after: services of this host that must be ready before it is started.
+        needs: servers elsewhere, host and port, one of which must be there before it is started.
     """
 
     name: str
@@ -45,6 +42,7 @@ class Instance:
     probe: Probe
     gpus: tuple[str, ...] = ()
     after: frozenset[str] = frozenset()
+    needs: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,12 @@ def prepare(
     """
     here = {config.service.name for config in deployment.services}
     whole = len(here) == len(graph.services)
-    common = {**_discovery(deployment.discovery, whole, folder, environ), **deployment.env}
+    common = {**variables(deployment.discovery, whole, folder, environ), **deployment.env}
     placed = place(
         [Need(name, c.gpus, c.devices) for c in deployment.services for name in _names(c)],
         gpus,
     )
+    needs = tuple(servers(common.get("ETCD_ENDPOINTS", "")))
     port = _port(environ, FIRST_SYSTEM_PORT)
     instances, url = [], ""
     for config in deployment.services:
@@ -105,7 +104,7 @@ def prepare(
             elif service.health:
                 port = claim_port(_port(config.env, port))
                 env["DYN_SYSTEM_PORT"] = str(port)
-                probe = Probe("http", port=port)
+                probe = Probe("http", _within({**environ, **env}.get("DYN_SYSTEM_HOST", "")), port)
                 port += 1
             instances.append(
                 Instance(
@@ -117,6 +116,7 @@ def prepare(
                     probe,
                     placed[name],
                     frozenset(s.name for s in order(service)[1:] if s.name in here) if waits else frozenset(),
+                    needs,
                 )
             )
     ignored = [key for config in deployment.services for key in config.ignored]
@@ -142,29 +142,6 @@ def describe(graph: Graph, launch: Launch) -> str:
         own = [f"{k}={shlex.quote(v)}" for k, v in sorted(instance.env.items()) if k not in shared]
         lines += ["", f"# {instance.name}: {'; '.join(facts)}", " ".join([*own, shlex.join(instance.argv)])]
     return "\n".join(lines)
-
-
-def shared_folder() -> Path:
-    """Where the launchers of one user on one host meet, each of which runs a part of a graph."""
-    return Path(tempfile.gettempdir()) / f"dynamo-epd-{os.getuid()}"
-
-
-def make_folder(path: Path) -> None:
-    """Make the folder of discovery by file.
-
-    Raises:
-        ConfigError: it cannot be made, or somebody else may write to the shared one: they could pose as a worker.
-    """
-    shared = shared_folder()
-    try:
-        if shared in path.parents:
-            shared.mkdir(mode=0o700, exist_ok=True)
-            status = shared.lstat()
-            if status.st_uid != os.getuid() or status.st_mode & 0o022:
-                raise ConfigError(f"{shared}: others may write there; remove it, or set Discovery.directory")
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"Discovery.directory: {error}") from None
 
 
 class Ports:
@@ -221,37 +198,6 @@ def _port(env: Mapping[str, str], otherwise: int) -> int:
     return port if port > 0 else otherwise
 
 
-def _discovery(chosen: Mapping[str, str], whole: bool, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which the processes find each other: the YAML file's, else the environment's, else files."""
-    backend = chosen.get("backend") or environ.get("DYN_DISCOVERY_BACKEND")
-    if backend is None:
-        backend = "etcd" if "etcd" in chosen or "ETCD_ENDPOINTS" in environ else "file"
-    if backend not in _BACKENDS:
-        raise ConfigError(f"discovery backend {backend!r} does not work here; {did_you_mean(backend, _BACKENDS)}")
-    nats = chosen.get("nats") or environ.get("NATS_SERVER")
-    event_plane = chosen.get("event-plane") or environ.get("DYN_EVENT_PLANE") or ("nats" if nats else "zmq")
-    request_plane = chosen.get("request-plane") or environ.get("DYN_REQUEST_PLANE") or "tcp"
-    env = {"DYN_DISCOVERY_BACKEND": backend, "DYN_REQUEST_PLANE": request_plane, "DYN_EVENT_PLANE": event_plane}
-    if "nats" in (event_plane, request_plane):
-        if not nats:
-            raise ConfigError("a NATS plane needs a server: set Discovery.nats, or NATS_SERVER in the environment")
-        env["NATS_SERVER"] = nats
-    if backend == "etcd":
-        env["ETCD_ENDPOINTS"] = chosen.get("etcd") or environ.get("ETCD_ENDPOINTS") or "http://localhost:2379"
-    if backend == "file":
-        # Launchers that each run a part of one graph on this host must meet in one folder.
-        named = chosen.get("directory") or environ.get("DYN_FILE_KV")
-        env["DYN_FILE_KV"] = named or str((folder if whole else shared_folder()) / "discovery")
-        if not named:
-            # A folder that somebody named may be on a file system that other hosts see.
-            env |= {name: environ.get(name, _LOOPBACK) for name in _HOSTS}
-        if whole:
-            # The entry is stopped first, so that nobody routes to a worker that is about to stop.
-            name = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"
-            env[name] = environ.get(name, "0.5")
-    return env
-
-
 def _entry_probe(config: ServiceConfig, env: Mapping[str, str], whole: bool) -> Probe:
     options = config.options
     host = str(options.get("http-host", env.get("DYN_HTTP_HOST", "0.0.0.0")))
@@ -259,8 +205,13 @@ def _entry_probe(config: ServiceConfig, env: Mapping[str, str], whole: bool) -> 
     port = int(options.get("http-port", env.get("DYN_HTTP_PORT", action.default if action else 0)) or 0)
     if not port:
         return Probe("running")
-    host = _LOOPBACK if host in ("0.0.0.0", "::", "") else host
+    host = _within(host)
     if "tls-cert-path" in options or "DYN_TLS_CERT_PATH" in env:
         return Probe("tcp", host, port, "")
     # Without all workers here, nobody knows when the first model is served.
     return Probe("models", host, port, "/v1/models") if whole else Probe("http", host, port, "/live")
+
+
+def _within(host: str) -> str:
+    """Where this host reaches its own server that listens on ``host``."""
+    return LOOPBACK if host in ("0.0.0.0", "::", "[::]", "") else host

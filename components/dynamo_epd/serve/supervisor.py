@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from . import processes
-from .health import ready
+from .health import reachable, ready
 from .launch import Instance
 from .output import LineReader, Output
 
@@ -121,6 +121,7 @@ class Supervisor:
             await self._ready[service].wait()
         failures = 0
         while True:
+            await self._wait_for_needs(instance)
             started = loop.time()
             child = self._start(instance)
             was_ready = child is not None and await self._wait_ready(instance, child)
@@ -139,6 +140,16 @@ class Supervisor:
             delay = self.policy.delay(failures)
             self.output.say(f"{instance.name} {_how(code)}; starting it again in {delay:g} s")
             await asyncio.sleep(delay)
+
+    async def _wait_for_needs(self, instance: Instance) -> None:
+        """A host that is cut off comes back whenever it does: starts that must fail until then would be counted."""
+        waiting = False
+        while instance.needs and not await reachable(instance.needs):
+            if not waiting:
+                where = ", ".join(f"{host}:{port}" for host, port in instance.needs)
+                self.output.say(f"{instance.name} waits for etcd, which does not answer at {where}")
+            waiting = True
+            await asyncio.sleep(_LAST_POLL)
 
     def _start(self, instance: Instance) -> _Child | None:
         env = {**self.environ, "PYTHONUNBUFFERED": "1", **instance.env}
