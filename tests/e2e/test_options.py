@@ -53,6 +53,13 @@ async def test_max_tokens_and_stop(http, stack):
     assert ended["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_usage_after_a_stop_string_counts_the_expanded_prompt(http, stack):
+    whole = (await completion(http, stack, RED.draw(), COLOUR.text))["usage"]
+    cut = (await completion(http, stack, RED.draw(), COLOUR.text, stop=["re"]))["usage"]
+    assert (cut["prompt_tokens"], cut["completion_tokens"]) == (whole["prompt_tokens"], 1)
+    assert cut["prompt_tokens_details"]["cached_tokens"] == whole["prompt_tokens"] - 1
+
+
 async def test_min_tokens_holds_off_the_end(http, stack):
     ended = await completion(http, stack, RED.draw(), COLOUR.text, max_tokens=9)
     assert ended["usage"]["completion_tokens"] < 5
