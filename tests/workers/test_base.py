@@ -25,6 +25,10 @@ class FakeWorker(EpdWorker):
     async def shut(self):
         self.was_shut = True
 
+    async def probe(self, context, seen):
+        async for chunk in self.serve({}, context, seen):
+            yield chunk
+
     async def serve(self, request, context, seen):
         try:
             for chunk in self.chunks:
@@ -47,7 +51,7 @@ def counted(worker):
         for metric in worker.observer.registry.collect()
         if metric.name == "dynamo_component_mm_requests"
         for sample in metric.samples
-        if sample.name.endswith("_total")
+        if sample.name.endswith("_total") and sample.value
     }
 
 

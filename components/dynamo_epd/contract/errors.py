@@ -38,11 +38,24 @@ class InvalidMetadata(InvalidRequest):
 
 
 class Unavailable(EpdError):
-    """A worker or peer that this request needs is not there; trying again later may work (HTTP 503)."""
+    """A worker or peer that this request needs is not there; trying again later may work (HTTP 503).
+
+    Args:
+        reason: a short label for metrics.
+    """
+
+    reason = "unavailable"
+
+    def __init__(self, message: str, *, reason: str | None = None):
+        super().__init__(message)
+        if reason is not None:
+            self.reason = reason
 
 
 class DeadlineExceeded(Unavailable):
     """A remote step did not finish before its deadline."""
+
+    reason = "deadline"
 
 
 class TransferError(Unavailable):
@@ -54,8 +67,7 @@ class TransferError(Unavailable):
     """
 
     def __init__(self, reason: str, message: str):
-        super().__init__(message)
-        self.reason = reason
+        super().__init__(message, reason=reason)
 
 
 class ConfigError(EpdError):

@@ -144,6 +144,8 @@ class EngineOutput:
         cached_tokens: prompt tokens taken from the block cache; the same in every output of a request.
         kv: set on the last output of a ``prefill_only`` request; whoever receives it must release it.
         params: engine-specific JSON-safe state for the decode worker (TensorRT-LLM's disaggregated params).
+        queue_seconds: how long the request waited before the engine took it up, where the engine knows; the same in
+            every output of a request.
     """
 
     token_ids: list[int]
@@ -152,6 +154,7 @@ class EngineOutput:
     cached_tokens: int = 0
     kv: KVExport | None = None
     params: dict[str, Any] | None = None
+    queue_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,10 @@ class Family(ABC):
         return None
 
     @abstractmethod
+    def markers(self) -> list[tuple[str, Modality]]:
+        """Placeholder text of each modality as the chat template writes it; where two overlap, the longer first."""
+
+    @abstractmethod
     def placeholders(self, token_ids: Sequence[int], counts: Mapping[Modality, int]) -> list[tuple[int, int, Modality]]:
         """Where the media items stand in the unexpanded prompt: ``(start, length, modality)`` in prompt order.
 

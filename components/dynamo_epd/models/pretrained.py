@@ -131,7 +131,6 @@ class PretrainedFamily(Family):
     # Placeholders and the prompt
 
     def markers(self) -> list[tuple[str, Modality]]:
-        """Placeholder text of each modality as the chat template writes it; where two overlap, the longer first."""
         found: list[tuple[str, Modality]] = []
         for modality in options.SECTION:
             token = getattr(self.processor, f"{modality}_token", None)

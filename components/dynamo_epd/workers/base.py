@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, cast
 
 from dynamo._core import Context
@@ -15,6 +16,7 @@ from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.worker import WorkerConfig
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 
+from ..contract.errors import Unavailable
 from ..transfer import open_transfer
 from ..transfer.base import Transfer
 from ..transfer.metrics import register_transfer_metrics
@@ -37,6 +39,8 @@ class EpdWorker(LLMEngine):
         self.transfer: Transfer | None = None
         self.observer = Observer()
         self._steps: dict[str, asyncio.Future[Any]] = {}
+        self._unseen = Observer()
+        self._probing = False
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[EpdWorker, WorkerConfig]:
@@ -51,6 +55,13 @@ class EpdWorker(LLMEngine):
     @abstractmethod
     def serve(self, request: GenerateRequest, context: Context, seen: Observation) -> AsyncIterator[GenerateChunk]:
         """Serve one request: an async generator that frees what it holds when it is closed."""
+
+    @abstractmethod
+    def probe(self, context: Context, seen: Observation) -> AsyncIterator[GenerateChunk]:
+        """Do once what the role is for, with content of its own, and raise where it fails: Dynamo's health check.
+
+        Nothing of it may be left where requests of users could meet it.
+        """
 
     @abstractmethod
     async def shut(self) -> None:
@@ -91,11 +102,16 @@ class EpdWorker(LLMEngine):
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         """Run ``serve`` so that an abort interrupts it wherever it waits, and errors become HTTP statuses."""
-        normalize_request_token_ids(request)
         request_id = _id(context)
-        seen = self.observer.request(context)
-        chunks = self.serve(request, context, seen)
-        outcome, reason = "abandoned", ""
+        probe = is_probe(request)
+        if probe:
+            seen = self._unseen.request(context)
+            chunks = self._canary(context, seen)
+        else:
+            normalize_request_token_ids(request)
+            seen = self.observer.request(context)
+            chunks = self.serve(request, context, seen)
+        outcome, reason, message = "abandoned", "", ""
         try:
             while True:
                 step = asyncio.ensure_future(anext(chunks))
@@ -114,13 +130,27 @@ class EpdWorker(LLMEngine):
                 raise
             yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
         except Exception as error:
-            outcome, reason = faults.outcome(error), str(error)
+            outcome, reason, message = faults.outcome(error), faults.reason(error), str(error)
             raise faults.to_dynamo(error, request_id) from error
         finally:
             self._steps.pop(request_id, None)
             await chunks.aclose()  # type: ignore[attr-defined]
-            if not is_probe(request):
-                seen.end(outcome, reason)
+            if probe:
+                self.observer.canaries.labels("ok" if outcome == "ok" else "failed").inc()
+            else:
+                seen.end(outcome, reason, message)
+
+    async def _canary(self, context: Context, seen: Observation) -> AsyncIterator[GenerateChunk]:
+        """``probe``, one at a time: those that a wedged engine never answers must not pile up in it."""
+        if self._probing:
+            raise Unavailable("the health check before this one has not come back")
+        self._probing = True
+        try:
+            async with aclosing(self.probe(context, seen)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._probing = False
 
 
 def _id(context: Context) -> str:

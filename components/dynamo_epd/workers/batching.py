@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..models.base import Prepared
 
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+
+class _Item(NamedTuple):
+    prepared: Prepared
+    done: asyncio.Future[torch.Tensor]
+    begun: Callable[[], None]
 
 
 class EncodeBatcher:
@@ -32,13 +38,17 @@ class EncodeBatcher:
         self._encode = encode
         self._max_items = max_items
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        self._waiting: deque[tuple[Prepared, asyncio.Future[torch.Tensor]]] = deque()
+        self._waiting: deque[_Item] = deque()
         self._runner: asyncio.Task[None] | None = None
 
-    async def submit(self, prepared: Prepared) -> torch.Tensor:
-        """The item's embedding ``[rows, width]``; raises what the encoder raises for it."""
+    async def submit(self, prepared: Prepared, begun: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """The item's embedding ``[rows, width]``; raises what the encoder raises for it.
+
+        Args:
+            begun: called when the item's turn has come.
+        """
         done: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
-        self._waiting.append((prepared, done))
+        self._waiting.append(_Item(prepared, done, begun))
         if self._runner is None or self._runner.done():
             self._runner = asyncio.ensure_future(self._run())
         return await done
@@ -47,34 +57,36 @@ class EncodeBatcher:
         loop = asyncio.get_running_loop()
         while self._waiting:
             batch = self._take()
+            for item in batch:
+                item.begun()
             try:
                 outputs: list[torch.Tensor | Exception] = list(
-                    await loop.run_in_executor(self._thread, self._encode, [item for item, _ in batch])
+                    await loop.run_in_executor(self._thread, self._encode, [item.prepared for item in batch])
                 )
             except Exception as error:
                 if len(batch) == 1:
                     outputs = [error]
                 else:
                     logger.warning("encoding %d items together failed, trying each alone", len(batch), exc_info=error)
-                    outputs = [await self._alone(item) for item, _ in batch]
-            for (_, done), output in zip(batch, outputs, strict=True):
-                if done.cancelled():
+                    outputs = [await self._alone(item.prepared) for item in batch]
+            for item, output in zip(batch, outputs, strict=True):
+                if item.done.cancelled():
                     continue
                 if isinstance(output, Exception):
-                    done.set_exception(output)
+                    item.done.set_exception(output)
                 else:
-                    done.set_result(output)
+                    item.done.set_result(output)
 
-    def _take(self) -> list[tuple[Prepared, asyncio.Future[torch.Tensor]]]:
+    def _take(self) -> list[_Item]:
         """Waiting items of one modality, oldest first; those that nobody waits for any more are dropped."""
-        batch: list[tuple[Prepared, asyncio.Future[torch.Tensor]]] = []
-        others: deque[tuple[Prepared, asyncio.Future[torch.Tensor]]] = deque()
+        batch: list[_Item] = []
+        others: deque[_Item] = deque()
         while self._waiting and len(batch) < self._max_items:
-            item, done = self._waiting.popleft()
-            if done.cancelled():
+            item = self._waiting.popleft()
+            if item.done.cancelled():
                 continue
-            same = not batch or batch[0][0].modality == item.modality
-            (batch if same else others).append((item, done))
+            same = not batch or batch[0].prepared.modality == item.prepared.modality
+            (batch if same else others).append(item)
         self._waiting.extendleft(reversed(others))
         return batch
 
@@ -87,5 +99,5 @@ class EncodeBatcher:
     def close(self) -> None:
         """Let the call that runs finish and fail what waits."""
         while self._waiting:
-            self._waiting.popleft()[1].cancel()
+            self._waiting.popleft().done.cancel()
         self._thread.shutdown(wait=True, cancel_futures=True)

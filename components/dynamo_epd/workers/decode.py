@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from dynamo._core import Context
 from dynamo.common.backend.engine import GenerateChunk, GenerateRequest
-from dynamo.common.backend.health_check import is_probe
 
 from ..contract.digest import prompt_digest
 from ..contract.errors import Unavailable
@@ -28,10 +27,10 @@ class DecodeWorker(LanguageWorker):
     async def serve(
         self, request: GenerateRequest, context: Context, seen: Observation
     ) -> AsyncIterator[GenerateChunk]:
-        result = {} if is_probe(request) else self._prefill_result(request)
+        result = self._prefill_result(request)
         async with AsyncExitStack() as stack:
             params = result.get("disaggregated_params")
-            own = params is None or "kv" not in params  # an engine that moves KV itself, or a probe
+            own = params is None or "kv" not in params  # an engine that moves KV itself
             prefill = None if own else parse_prefill_handoff(params)
             if prefill is not None:
                 # Whatever becomes of the request here, prefill need not hold its KV until the offer expires.
@@ -50,7 +49,9 @@ class DecodeWorker(LanguageWorker):
     def _prefill_result(self, request: GenerateRequest) -> dict[str, Any]:
         result = request.get("prefill_result") or {}
         if not isinstance(result.get("disaggregated_params"), dict):
-            raise Unavailable("the request came without prefill's result: no prefill worker could be reached")
+            raise Unavailable(
+                "the request came without prefill's result: no prefill worker could be reached", reason="no_prefill"
+            )
         return result
 
     def _check(self, prefill: PrefillHandoff, request: GenerateRequest, prompt: Prompt) -> None:
@@ -58,20 +59,25 @@ class DecodeWorker(LanguageWorker):
         if prefill.model != self._running.weights:
             raise Unavailable(
                 f"the prefill worker runs other weights ({prefill.model[:12]}) than this worker "
-                f"({self._running.weights[:12]}): start both from the same model directory contents"
+                f"({self._running.weights[:12]}): start both from the same model directory contents",
+                reason="other_model",
             )
         n = len(prompt.layout)
         if prefill.num_tokens != n or prefill.prompt_digest != prompt_digest(request["token_ids"]):
-            raise Unavailable(f"prefill computed the KV of another prompt ({prefill.num_tokens} tokens, not {n})")
+            raise Unavailable(
+                f"prefill computed the KV of another prompt ({prefill.num_tokens} tokens, not {n})",
+                reason="other_prompt",
+            )
 
     def _remote_kv(self, prefill: PrefillHandoff, seen: Observation, stack: AsyncExitStack) -> RemoteKV:
         transfer, kv = self._running.transfer, prefill.kv
 
         async def fetch(first_block: int) -> torch.Tensor:
-            with seen.stage("kv_transfer", blocks=kv.shape[0] - first_block):
+            blocks = kv.shape[0] - first_block
+            with seen.stage("kv_transfer", blocks=blocks, bytes=kv.nbytes // kv.shape[0] * blocks):
                 slot = await transfer.fetch(kv, first=first_block)
             stack.callback(slot.release)
-            return slot.tensor((kv.shape[0] - first_block, *kv.shape[1:]), kv.dtype)
+            return slot.tensor((blocks, *kv.shape[1:]), kv.dtype)
 
         logprob = None
         if prefill.first_logprob is not None:

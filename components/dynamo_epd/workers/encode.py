@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -16,11 +15,10 @@ from typing import Any, TypeVar
 import torch
 from dynamo._core import Context
 from dynamo.common.backend.engine import EngineConfig, GenerateChunk, GenerateRequest
-from dynamo.common.backend.health_check import build_health_check_payload, is_probe
+from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.multimodal import encoder_terminal_chunk
 from dynamo.common.http import close_http_client
 from dynamo.common.http.url_validator import UrlValidationPolicy
-from PIL import Image
 
 from .. import models
 from ..contract.digest import prompt_digest, value_digest
@@ -33,12 +31,13 @@ from ..media.fetch import fetch
 from ..media.limits import MediaLimits
 from ..media.source import MediaReference, parse_request_media
 from ..models.base import Expansion, Family, Prepared
-from ..transfer.base import Slot
+from ..transfer.base import Slot, Transfer
 from . import items as media_items
 from .base import EpdWorker
 from .batching import EncodeBatcher
+from .canary import CanaryPeer, canary_item
 from .embeddings import Description, EmbeddingCache, Encoded, Part, part_key
-from .faults import outcome, to_handoff_error
+from .faults import outcome, reason, to_handoff_error
 from .observe import Observation
 
 logger = logging.getLogger(__name__)
@@ -72,6 +71,7 @@ class EncodeWorker(EpdWorker):
         self._threads = ThreadPoolExecutor(a.encode_threads, thread_name_prefix="media")
         self._batcher = EncodeBatcher(self._family.encode, a.encode_batch_items)
         self._cache = EmbeddingCache(self.transfer, enabled=a.embedding_cache_bytes > 0)
+        self._peer = CanaryPeer(a.transfer)
         return EngineConfig(model=str(a.model), served_model_name=a.served_model_name)
 
     async def shut(self) -> None:
@@ -81,6 +81,8 @@ class EncodeWorker(EpdWorker):
             batcher.close()
         if (threads := getattr(self, "_threads", None)) is not None:
             threads.shutdown(wait=True, cancel_futures=True)
+        if (peer := getattr(self, "_peer", None)) is not None:
+            await peer.close()
         await close_http_client()
 
     async def health_check_payload(self) -> dict[str, Any]:
@@ -92,16 +94,14 @@ class EncodeWorker(EpdWorker):
         request_id = str(context.id())
         with ExitStack() as undo:
             try:
-                handoff = await (self._probe(seen) if is_probe(request) else self._handoff(request, seen, undo))
+                handoff = await self._handoff(request, seen, undo)
             except Exception as error:
                 # The frontend swallows what this hop raises and goes on without a handoff, so a fault travels in it.
                 undo.close()
-                seen.fault(outcome(error))
+                seen.fault(outcome(error), reason(error), str(error))
                 handoff = Handoff(HANDOFF_VERSION, self._family.identity, error=to_handoff_error(error, request_id))
-            n = len(request["token_ids"])
-            tokens = {"prompt_tokens": n, "completion_tokens": 0, "total_tokens": n}
             undo.pop_all()
-            yield encoder_terminal_chunk(to_json_object(handoff), completion_usage=tokens)
+            yield _terminal_chunk(handoff, len(request["token_ids"]))
 
     async def _handoff(self, request: GenerateRequest, seen: Observation, undo: ExitStack) -> Handoff:
         """Encode all media of ``request`` and offer them. ``undo`` withdraws the offers unless it is disarmed."""
@@ -133,26 +133,27 @@ class EncodeWorker(EpdWorker):
         items: list[ItemHandoff] = []
         try:
             replacements = family.replacements(token_ids, places, [e.description.expansion for _, _, e in found])
-            for ref, (digest, key, encoded) in zip(ordered, found, strict=True):
-                n = len(encoded.slots)
-                for i, (part, slot) in enumerate(zip(encoded.description.parts, encoded.slots, strict=True)):
-                    shape = (part.rows, part.width)
-                    embedding = transfer.offer(slot, digest=part_key(key, i, n), shape=shape, dtype=part.dtype)
-                    undo.callback(transfer.withdraw, embedding)
-                    items.append(
-                        ItemHandoff(
-                            part.modality,
-                            part_key(digest, i, n),
-                            part.rows,
-                            embedding,
-                            ref.uuid,
-                            dict(part.positions),
-                        )
-                    )
+            with seen.stage("offer") as stage:
+                for ref, (digest, key, encoded) in zip(ordered, found, strict=True):
+                    for item in self._offer(ref, digest, key, encoded, transfer):
+                        undo.callback(transfer.withdraw, item.embedding)
+                        items.append(item)
+                stage.set(items=len(items), bytes=sum(item.embedding.nbytes for item in items))
         finally:
             for _, _, encoded in found:
                 encoded.release()
         return Handoff(HANDOFF_VERSION, family.identity, tuple(items), replacements, prompt_digest(token_ids))
+
+    def _offer(
+        self, ref: MediaReference, digest: str, key: str, encoded: Encoded, transfer: Transfer
+    ) -> Iterator[ItemHandoff]:
+        """Offer the embedding of each part of an item."""
+        n = len(encoded.slots)
+        for i, (part, slot) in enumerate(zip(encoded.description.parts, encoded.slots, strict=True)):
+            shape = (part.rows, part.width)
+            embedding = transfer.offer(slot, digest=part_key(key, i, n), shape=shape, dtype=part.dtype)
+            positions = dict(part.positions)
+            yield ItemHandoff(part.modality, part_key(digest, i, n), part.rows, embedding, ref.uuid, positions)
 
     async def _item(
         self,
@@ -171,8 +172,9 @@ class EncodeWorker(EpdWorker):
             grid: of an embedding file, where the request gives it.
         """
         family, limits = self._family, self._limits
-        with seen.stage("fetch"):
+        with seen.stage("fetch", modality=ref.modality) as stage:
             data = await fetch(ref.url, policy=self._policy, limits=limits, label=ref.label)
+            stage.set(bytes=len(data))
         seen.note(bytes=len(data))
         made = False
         if ref.kind == "embedding":
@@ -180,7 +182,7 @@ class EncodeWorker(EpdWorker):
             digest = await self._in_thread(media_items.embedding_digest, family, ref, given, options)
             work: Callable[[], Awaitable[Encoded]] = partial(self._take, ref, given, options)
         else:
-            with seen.stage("digest"):
+            with seen.stage("digest", bytes=len(data)):
                 digest = await self._in_thread(media_items.digest, family, ref, data, options, self.args.encoder)
             work = partial(self._encode, ref, data, options, placeholder, seen)
 
@@ -203,17 +205,20 @@ class EncodeWorker(EpdWorker):
         seen: Observation,
     ) -> Encoded:
         """Decode, preprocess and encode one item into the arena; the caller owns the holds."""
-        with seen.stage("decode"):
+        with seen.stage("decode", modality=ref.modality, bytes=len(data)):
             media, prepared = await self._in_thread(media_items.prepare, self._family, ref, data, options, self._limits)
         parts = prepared.parts or (prepared,)
-        with seen.stage("encode"):
+        with seen.stage("queue", modality=ref.modality) as stage:
+            begun = partial(stage.then, "encode", modality=ref.modality, items=len(parts))
             if self._trtllm is None:
-                tensors = await asyncio.gather(*(self._batcher.submit(part) for part in parts))
+                tensors = await asyncio.gather(*(self._batcher.submit(part, begun) for part in parts))
             elif prepared.parts:
                 raise InvalidRequest("--encoder trtllm takes no video with its own sound", item=ref.label)
             else:
+                begun()
                 item = EncoderItem(ref.modality, media.data, tuple(placeholder), prepared.rows, options)
                 tensors = await self._trtllm.encode([item])
+            stage.set(bytes=sum(tensor.nbytes for tensor in tensors))
         for tensor in tensors:
             if not await self._in_thread(_finite, tensor):
                 raise InvalidRequest(
@@ -250,14 +255,23 @@ class EncodeWorker(EpdWorker):
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
-    async def _probe(self, seen: Observation) -> Handoff:
-        """Dynamo's canary: a tiny image through decoder, processor and encoder."""
-        buffer = io.BytesIO()
-        Image.new("RGB", (64, 64), (120, 60, 30)).save(buffer, "PNG")
-        ref = MediaReference("image", 0, "canary", "")
-        encoded = await self._encode(ref, buffer.getvalue(), {}, (), seen)
-        encoded.release()
-        return Handoff(HANDOFF_VERSION, self._family.identity)
+    async def probe(self, context: Context, seen: Observation) -> AsyncIterator[GenerateChunk]:
+        """A small item through decoder, processor and encoder, and its embedding to a peer."""
+        if self.transfer is None:
+            raise RuntimeError("the worker is closed")
+        ref, placeholder, data = canary_item(self._family)
+        encoded = await self._encode(ref, data, {}, placeholder, seen)
+        try:
+            shapes = [((part.rows, part.width), part.dtype) for part in encoded.description.parts]
+            await self._peer.take(self.transfer, encoded.slots, shapes)
+        finally:
+            encoded.release()
+        yield _terminal_chunk(Handoff(HANDOFF_VERSION, self._family.identity), 0)
+
+
+def _terminal_chunk(handoff: Handoff, tokens: int) -> GenerateChunk:
+    usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+    return encoder_terminal_chunk(to_json_object(handoff), completion_usage=usage)
 
 
 def _processor_options(request: GenerateRequest) -> Mapping[str, Any]:

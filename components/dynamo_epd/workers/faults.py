@@ -13,7 +13,7 @@ import logging
 
 from dynamo.llm.exceptions import DynamoException, HttpError, InvalidArgument, Unknown
 
-from ..contract.errors import InvalidRequest, Unavailable
+from ..contract.errors import InvalidMetadata, InvalidRequest, Unavailable
 from ..contract.handoff import HandoffError
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,17 @@ def outcome(error: Exception) -> str:
     if isinstance(error, (InvalidRequest, InvalidArgument)):
         return "invalid"
     return "unavailable" if isinstance(error, Unavailable) else "failed"
+
+
+def reason(error: Exception) -> str:
+    """Why, from a closed list: ``metadata``, ``item``, ``request``, ``internal``, or the reason of ``Unavailable``."""
+    if isinstance(error, InvalidMetadata):
+        return "metadata"
+    if isinstance(error, InvalidRequest):
+        return "item" if error.item else "request"
+    if isinstance(error, Unavailable):
+        return error.reason
+    return "request" if isinstance(error, InvalidArgument) else "internal"
 
 
 def to_dynamo(error: Exception, request_id: str) -> Exception:

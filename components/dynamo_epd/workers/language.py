@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from dynamo._core import Context
 from dynamo.common.backend.engine import EngineConfig, GenerateChunk, GenerateRequest, LlmRegistration
-from dynamo.common.backend.health_check import bos_token_id_or, build_health_check_payload, is_probe
+from dynamo.common.backend.health_check import bos_token_id_or, build_health_check_payload
 from dynamo.common.backend.publisher import KvEventSource, PushSource
 
 from .. import models
@@ -113,6 +113,23 @@ class LanguageWorker(EpdWorker):
     async def health_check_payload(self) -> dict[str, Any]:
         return build_health_check_payload(bos_token_id_or(self._running.family.tokenizer, 0))
 
+    async def probe(self, context: Context, seen: Observation) -> AsyncIterator[GenerateChunk]:
+        """One token through the engine, of a prompt of one token; its block is nobody's."""
+        running = self._running
+        request: GenerateRequest = {
+            "token_ids": [bos_token_id_or(running.family.tokenizer, 0)],
+            "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
+        }
+        prompt = build_prompt(request, None, running.family)
+        engine_request = replace(self._engine_request(prompt, request, context), reuse=False)
+        async with aclosing(running.engine.generate(engine_request)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                chunk: GenerateChunk = {"token_ids": output.token_ids, "index": 0}
+                if output.finish_reason:
+                    chunk["finish_reason"] = output.finish_reason
+                    chunk["completion_usage"] = usage(1, 1, 0)
+                yield chunk
+
     async def handoff(self, request: GenerateRequest) -> Handoff | None:
         """The request's handoff; with ``--encode-fallback ask``, asked for here where the frontend brought none."""
         try:
@@ -126,14 +143,14 @@ class LanguageWorker(EpdWorker):
     async def prepare(
         self, request: GenerateRequest, context: Context, seen: Observation
     ) -> tuple[Prompt, EngineRequest]:
-        """The expanded prompt, and the engine request without embeddings or KV. A canary probe is plain text.
+        """The expanded prompt, and the engine request without embeddings or KV.
 
         Where this fails, encode is told that nobody will fetch what it offered.
         """
-        handoff = None if is_probe(request) else await self.handoff(request)
+        handoff = await self.handoff(request)
         try:
             prompt = build_prompt(request, handoff, self._running.family, self.args.on_incomplete_metadata)
-            seen.keyed(prompt.key_kind)
+            seen.keyed(prompt.key_kind, prompt.key_reason)
             seen.note(items=len(prompt.items), prompt_tokens=len(prompt.layout))
             engine_request = self._engine_request(prompt, request, context)
             if self._tracer is not None:
@@ -187,7 +204,7 @@ class LanguageWorker(EpdWorker):
     async def stream(
         self, engine_request: EngineRequest, seen: Observation, cached: int | None = None
     ) -> AsyncGenerator[tuple[EngineOutput, GenerateChunk], None]:
-        """Engine outputs with their chunks; the last chunk has usage.
+        """Engine outputs with their chunks.
 
         Args:
             cached: prompt tokens that the prefill worker took from its cache; None where this worker is the one to say.
@@ -195,20 +212,37 @@ class LanguageWorker(EpdWorker):
         prompt_tokens = len(engine_request.layout.token_ids)
         tokenizer = self._running.family.tokenizer
         done = 0
-        with self._load.request(prompt_tokens) as load:
+        decodes = self.args.role == "decode"
+        with self._load.request(prompt_tokens) as load, ExitStack() as stages:
+            # On a decode worker, what comes before the first token is the KV's way here, which is timed where it is.
+            stage = None if decodes else stages.enter_context(seen.stage("prefill", prompt_tokens=prompt_tokens))
             async with aclosing(self._running.engine.generate(engine_request)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
+                    if done == 0:
+                        if stage is None:
+                            seen.timed("queue", output.queue_seconds)
+                            stage = stages.enter_context(seen.stage("decode"))
+                        else:
+                            stage.waited(output.queue_seconds)
+                        stage.set(items=len(engine_request.modalities), cached_tokens=output.cached_tokens)
+                        if not output.finish_reason:
+                            stage.then("decode")
                     done += len(output.token_ids)
                     chunk: GenerateChunk = {"token_ids": output.token_ids, "index": 0}
                     if output.logprobs:
                         words = [tokenizer.decode([t]) for t in output.token_ids]
                         chunk.update(logprob_fields(output.token_ids, output.logprobs, words))  # type: ignore[typeddict-item]
+                    reused = output.cached_tokens if cached is None else cached
+                    # With every chunk: at a stop string the frontend ends the answer itself, with what it has by then.
+                    chunk["completion_usage"] = usage(prompt_tokens, done, reused)
                     if output.finish_reason:
                         chunk["finish_reason"] = output.finish_reason
-                        reused = output.cached_tokens if cached is None else cached
-                        chunk["completion_usage"] = usage(prompt_tokens, done, reused)
                         seen.note(cached_tokens=reused, completion_tokens=done)
+                        seen.prompt(prompt_tokens, output.cached_tokens)
                         load.cached(prompt_tokens, output.cached_tokens)
+                        if stage is not None:
+                            stage.set(completion_tokens=done)
+                        stages.close()
                     yield output, chunk
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from dynamo._core import Context
 from dynamo.common.backend.engine import GenerateChunk, GenerateRequest
-from dynamo.common.backend.health_check import is_probe
 
 from ..contract.digest import prompt_digest
 from ..contract.handoff import HANDOFF_VERSION, PrefillHandoff, TensorRef, to_json_object
@@ -26,14 +25,16 @@ class PrefillWorker(LanguageWorker):
         self, request: GenerateRequest, context: Context, seen: Observation
     ) -> AsyncIterator[GenerateChunk]:
         prompt, engine_request = await self.prepare(request, context, seen)
-        engine_request = replace(engine_request, prefill_only=not is_probe(request))
+        engine_request = replace(engine_request, prefill_only=True)
         async with AsyncExitStack() as stack:
             engine_request = replace(engine_request, embeddings=await self.embeddings(prompt, seen, stack))
             async with aclosing(self.stream(engine_request, seen)) as chunks:
                 async for output, chunk in chunks:
                     if output.kv is not None:
                         stack.callback(output.kv.release)
-                        kv = await self._offer(output.kv, engine_request.request_id)
+                        with seen.stage("offer", blocks=output.kv.shape[0]) as stage:
+                            kv = await self._offer(output.kv, engine_request.request_id)
+                            stage.set(bytes=kv.nbytes)
                         chunk["disaggregated_params"] = to_json_object(
                             self._prefill_handoff(request, engine_request, output, kv)
                         )

@@ -75,17 +75,21 @@ def usable_handoff(request: Mapping[str, Any], family: Family) -> Handoff | None
     if raw is None:
         raise Unavailable(
             "the request has media but no encoder_result: no encode worker could be reached, or the frontend does not "
-            "route to one. It is not run as text; start an encode worker, or set --encode-fallback ask"
+            "route to one. It is not run as text; start an encode worker, or set --encode-fallback ask",
+            reason="no_handoff",
         )
     handoff = parse_handoff(raw)
     raise_for_error(handoff)
     if handoff.model != family.identity:
         raise Unavailable(
             f"the encode worker runs another model or revision ({handoff.model[:12]}) than this worker "
-            f"({family.identity[:12]}): start both from the same model directory contents"
+            f"({family.identity[:12]}): start both from the same model directory contents",
+            reason="other_model",
         )
     if handoff.prompt_digest != prompt_digest(request["token_ids"]):
-        raise Unavailable("encoder_result was made for another prompt than the one that it came with")
+        raise Unavailable(
+            "encoder_result was made for another prompt than the one that it came with", reason="other_prompt"
+        )
     # A video may bring its own sound along as a second item, so items can be more than the request's media.
     asked = sum(counts.values())
     if len(handoff.items) < asked:

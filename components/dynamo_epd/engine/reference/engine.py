@@ -238,7 +238,11 @@ class ReferenceEngine:
     def _emit(self, seq: Seq, token: int, logprob: Logprob | None) -> None:
         """Add a token to the answer. The last one ends the request."""
         output = EngineOutput(
-            [token], seq.finish_reason(token), [logprob] if logprob is not None else [], seq.cached_tokens
+            [token],
+            seq.finish_reason(token),
+            [logprob] if logprob is not None else [],
+            seq.cached_tokens,
+            queue_seconds=seq.queue_seconds,
         )
         seq.append(token)
         if seq.request.prefill_only:

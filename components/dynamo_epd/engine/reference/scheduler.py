@@ -131,6 +131,7 @@ class Scheduler:
             return False
         self.waiting.remove(seq)
         self.running.append(seq)
+        seq.taken_up()
         seq.awaits = None
         seq.reserved = need
         self._reserved += need

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,7 @@ class Seq:
         reserved: blocks that it may still take.
         awaits: key of a block that another sequence computes now.
         cached_tokens: prompt tokens that were not computed for it.
+        queue_seconds: how long it waited before it began to run.
         outputs: what ``generate`` is to yield or raise.
         left: set when it holds nothing any more.
     """
@@ -102,6 +104,8 @@ class Seq:
         self.reserved = 0
         self.awaits: bytes | None = None
         self.cached_tokens = 0
+        self._arrived = time.perf_counter()
+        self.queue_seconds = 0.0
         self.cancelled = False
         self.outputs: asyncio.Queue[EngineOutput | BaseException] = asyncio.Queue()
         self.left = asyncio.Event()
@@ -116,6 +120,10 @@ class Seq:
     def draw(self) -> Draw:
         """The token to be sampled next."""
         return Draw(self.params, self.seed, self.length - self.n)
+
+    def taken_up(self) -> None:
+        """It waits no more."""
+        self.queue_seconds = time.perf_counter() - self._arrived
 
     def append(self, token: int) -> None:
         self.tokens[self.length] = token
