@@ -38,7 +38,7 @@ def test_read_from_the_start_to_the_end(way: str) -> None:
     ref = side.ref()
     fetch = side.begin(peer, ref)
     assert side.record.moving == [fetch]
-    assert peer.link.take() == ([Reading(ref.offer, 77)] if way == "read" else [])
+    assert peer.link.take() == ([Reading(1, ref.offer, 77)] if way == "read" else [])
     side.fetches.moved(fetch, None)
     assert peer.link.take() == [Done(ref.offer, 77)]
     assert side.reasons() == ["ok"] and side.at_rest()
@@ -173,10 +173,50 @@ def test_a_read_that_hangs_keeps_its_slot_until_the_data_plane_lets_go() -> None
     side.pass_time(10.0)
     assert side.reasons() == ["timeout"] and side.arena.quarantined_bytes == GRANULE
     # The peer helps until the read is over.
-    assert peer.link.take() == [Reading(fetch.ref.offer, 77)]
+    assert peer.link.take() == [Reading(1, fetch.ref.offer, 77)]
     side.fetches.moved(fetch, None)
     assert peer.link.take() == [Done(fetch.ref.offer, 77)]
     assert side.at_rest() and not side.results
+
+
+def test_a_read_of_what_cannot_be_read_fails_at_once() -> None:
+    side, peer = Receiving(), FakePeer(way="read")
+    fetch = side.begin(peer)
+    assert side.fetches.ended(peer, Ended(1, "expired", "offer 7 has ended"), side.now)
+    assert side.reasons() == ["expired"] and side.arena.quarantined_bytes == GRANULE
+    side.fetches.moved(fetch, TransferError("generation", "no"))
+    assert side.at_rest() and not side.results
+
+
+def test_a_read_that_is_never_helped_ends_with_the_link() -> None:
+    side, peer = Receiving(settle=3.0), FakePeer(way="read")
+    fetch = side.begin(peer)
+    side.pass_time(10.0)
+    side.pass_time(2.9)
+    assert not peer.link.closed and side.fetches.busy
+    side.pass_time(0.2)
+    assert peer.link.closed
+    side.fetches.lost(peer, TransferError("peer_lost", "closed"), False, side.now)
+    assert side.arena.quarantined_bytes == GRANULE  # the data plane is not done with it yet
+    side.fetches.moved(fetch, TransferError("peer_lost", "the peer is gone"))
+    assert side.reasons() == ["timeout"] and side.at_rest()
+
+
+def test_last_words_about_nothing_change_nothing() -> None:
+    """However many there are, and whoever sends them."""
+    side, peer, other = Receiving(), FakePeer(), FakePeer("other")
+    pulled, over = side.begin(peer), side.begin(peer)
+    side.fetches.ended(peer, Ended(over.request, "expired"), side.now)
+    assert side.reasons() == ["expired"]
+    for _ in range(10_000):
+        for source, request in ((peer, 1 << 40), (peer, over.request), (other, pulled.request)):
+            assert not side.fetches.ended(source, Ended(request, "failed"), side.now)
+            side.fetches.checked(source, bytes(32), request)
+            side.fetches.written(source.agent, request)
+    assert not side.results and pulled.state is FetchState.MOVING and not other.link.sent
+    side.fetches.written("peer", pulled.request)
+    assert side.reasons() == ["ok"] and side.at_rest()
+    assert not any(held for held in vars(side.fetches).values() if isinstance(held, dict))
 
 
 def test_a_mapped_copy_does_not_need_its_peer_alive() -> None:

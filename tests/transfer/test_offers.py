@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.transfer.arena import Arena, Hold
 from dynamo_epd.transfer.config import GRANULE
 from dynamo_epd.transfer.offers import Offers, OfferState, slot_index
@@ -188,28 +187,24 @@ def test_a_lost_receiver_ends_what_it_was_taking_and_nothing_else() -> None:
 def test_reading_extends_an_offer_and_drives_the_data_plane_until_done() -> None:
     side, peer = Offering(), FakePeer()
     offer = side.offer(now=0.0)
-    side.offers.reading(peer, Reading(*offer), 29.0)
-    side.offers.reading(peer, Reading(*offer), 29.5)
+    side.offers.reading(peer, Reading(1, *offer), 29.0)
+    side.offers.reading(peer, Reading(1, *offer), 29.5)
     assert side.record.expected == 1
-    side.offers.poll(39.4)
+    side.offers.poll(38.9)
     assert side.states() == (0, 1)
     side.offers.done(peer, Done(*offer))
     side.offers.done(peer, Done(*offer))
     assert side.record.expected == 0 and side.arena.used_bytes == 0
-    # A read of what has ended must come to its end too, even where it needs help for that.
-    side.offers.reading(peer, Reading(*offer), 40.0)
-    assert side.record.expected == 1 and side.states() == (0, 0)
-    side.offers.done(peer, Done(*offer))
-    assert side.record.expected == 0
 
 
 def test_a_receiver_that_stopped_while_reading_is_given_up_at_the_deadline() -> None:
     side, peer = Offering(), FakePeer()
     offer = side.offer()
-    side.offers.reading(peer, Reading(*offer), 1.0)
+    side.offers.reading(peer, Reading(1, *offer), 1.0)
     side.offers.poll(11.0)
-    assert side.arena.used_bytes == 0
+    assert side.arena.used_bytes == 0 and side.record.expected == 0
     side.offers.lost(peer)
+    side.offers.done(peer, Done(*offer))
     assert side.record.expected == 0
     # What the reader finds when it goes on: another generation.
     assert int(side.arena.memory.table[slot_index(offer[0])]) != offer[1]
@@ -260,7 +255,7 @@ def test_clock_jumps() -> None:
     offer = side.offer(now=100.0)
     side.offers.poll(-1e6)
     assert side.states() == (1, 0)
-    side.offers.reading(peer, Reading(*offer), -1e6)
+    side.offers.reading(peer, Reading(1, *offer), -1e6)
     side.offers.poll(-1e6 + TIMEOUT)
     side.offers.done(peer, Done(*offer))
     assert side.states() == (0, 0)
@@ -279,12 +274,43 @@ def test_close_ends_all_offers() -> None:
     assert side.arena.used_bytes == 0
 
 
-def test_reads_at_a_time_are_limited() -> None:
+def test_an_offer_cannot_be_held_beyond_its_time() -> None:
     side, peer = Offering(), FakePeer()
-    for number in range(4096):
-        side.offers.reading(peer, Reading(number << 24, 1), 0.0)
-    with pytest.raises(TransferError) as caught:
-        side.offers.reading(peer, Reading(1 << 50, 1), 0.0)
-    assert caught.value.reason == "protocol"
+    offer = side.offer(now=0.0)
+    for turn in range(9):
+        side.offers.pull(peer, pull(offer, turn), float(turn))
+        side.offers.written(side.record.writes[-1], "")
+        side.offers.reading(peer, Reading(100 + turn, *offer), float(turn))
+    assert side.record.expected == 1
+    side.offers.poll(TIMEOUT)
+    assert side.states() == (0, 0) and side.arena.used_bytes == 0 and side.record.expected == 0
+
+
+@pytest.mark.parametrize("which", ["unknown", "ended", "another generation", "another peer's"])
+def test_messages_about_what_a_peer_may_not_have_change_nothing(which: str) -> None:
+    """However many there are: no state, memory or progress of the data plane is kept for any of them."""
+    side, peer, owner = Offering(), FakePeer("one"), FakePeer("two")
+    number, generation = side.offer()
+    if which == "unknown":
+        number += 1 << 30
+    elif which == "ended":
+        side.offers.done(peer, Done(number, generation))
+    elif which == "another generation":
+        generation += 1
+    else:
+        side.offers.reading(owner, Reading(1, number, generation), 0.0)
+    before = side.states(), side.record.expected, side.arena.used_bytes
+    for request in range(0, 50_000, 5):
+        side.offers.reading(peer, Reading(request, number, generation), 1.0)
+        side.offers.pull(peer, Pull(request + 1, number, generation, 0, 1, 0), 1.0)
+        side.offers.check(peer, Check(request + 2, number, generation, 0, 1))
+        side.offers.done(peer, Done(number, generation))
+        side.offers.cancel(peer, Cancel(request + 3))
+        answers = [type(m) for m in peer.link.take()]
+        assert answers == [Ended, Ended, Checked, Ended]
+    assert (side.states(), side.record.expected, side.arena.used_bytes) == before
+    assert not side.record.writes and not side.record.checks and not side.record.aborted and not side.offers.writing
+    kept = [held for held in vars(side.offers).values() if isinstance(held, dict) and held is not side.offers._offers]
+    assert sum(map(len, kept)) == 1  # the highest request, until the link ends
     side.offers.lost(peer)
-    assert side.record.expected == 0
+    assert not any(kept) and (side.states(), side.record.expected) == before[:2]

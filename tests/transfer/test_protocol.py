@@ -29,7 +29,7 @@ MESSAGES: list[Message] = [
     HELLO,
     Wire(1, True),
     Wire(1, False, "no"),
-    Reading(5, 6),
+    Reading(4, 5, 6),
     Pull(1, 2, 3, 4, 5, 6),
     Cancel(1),
     Ended(1, "cancelled"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ from dynamo_epd.transfer.protocol import (
     encode,
 )
 
-from .child import WIDTH, make_offer, pattern
-from .conftest import Opened, rest
+from .child import WIDTH, make_offer, pattern, state
+from .conftest import Opened, eventually, rest
 
 KB = 1 << 10
 
@@ -149,17 +150,116 @@ async def test_stale_duplicate_and_reordered_messages(opened: Opened) -> None:
         Wire(1, False, f"{sender.agent} runs without NIXL"),
     ]
     stranger.send(
-        Done(number, generation), Done(number, generation), Reading(number, generation), Done(number, generation)
+        Done(number, generation), Done(number, generation), Reading(7, number, generation), Done(number, generation)
     )
     await rest(sender)
     await still_good(sender, receiver)
+
+
+async def test_ten_thousand_messages_about_nothing_leave_nothing(opened: Opened) -> None:
+    """Of each kind, about offers that are unknown, have ended, or are another peer's: nothing is kept or driven."""
+    sender, receiver = await opened(mode="write", tls="tcp", timeout=60.0), await opened(mode="write", tls="tcp")
+    await still_good(sender, receiver)
+    plane = sender._carrier.plane
+    stranger, owner = await Stranger.connect(sender.address), await Stranger.connect(sender.address)
+    ended, held = await make_offer(sender, KB, 1), await make_offer(sender, KB, 2)
+    sender.withdraw(ended)
+    owner.send(Check(1, held.offer, held.generation, 0, KB), Reading(2, held.offer, held.generation))
+    assert isinstance(await owner.next(), Checked)
+    await eventually(lambda: plane._expected == 1)  # type: ignore[union-attr]
+    gc.collect()
+    before = len(gc.get_objects())
+    for turn in range(0, 3400, 100):
+        for request in range(turn, turn + 100):
+            for number, generation in ((1 << 40, 1), (ended.offer, ended.generation), (held.offer, held.generation)):
+                stranger.send(Reading(request, number, generation), Pull(request, number, generation, 0, 1, 0))
+                stranger.send(Check(request, number, generation, 0, 1), Done(number, generation), Cancel(request))
+        # A pull whose number was used or cancelled is a duplicate, which is not answered.
+        for _ in range(100 * (3 * 3 + 1)):
+            assert isinstance(await stranger.next(), (Ended, Checked))
+        stranger.send(Wire(turn, True))  # what it sent as its metadata is none
+        answer = await stranger.next()
+        assert isinstance(answer, Wire) and answer.error
+    assert state(sender)["offers"] == 1 and plane._expected == 1  # type: ignore[union-attr]
+    gc.collect()
+    assert len(gc.get_objects()) < before + 500
+    owner.send(Done(held.offer, held.generation))
+    stranger.writer.close()
+    owner.writer.close()
+    await rest(sender)
+    await eventually(lambda: not plane._busy)  # type: ignore[union-attr]
+    await still_good(sender, receiver)
+
+
+async def test_progress_that_was_asked_for_ends_by_itself(opened: Opened) -> None:
+    """A peer may ask for it while it connects; not for longer than that may take."""
+    sender, other = await opened(mode="write", tls="tcp", timeout=0.3), await opened(mode="write", tls="tcp")
+    plane, (peer, *_) = sender._carrier.plane, [await Stranger.connect(sender.address, greet=False)]
+    peer.send(other.links._hello)
+    assert isinstance(await peer.next(), Hello)
+    for request in range(1000):
+        peer.send(Wire(request, bool((request + 1) % 3)))
+        assert await peer.next() == Wire(request, bool((request + 1) % 3))
+    await eventually(lambda: not plane._busy)  # type: ignore[union-attr]
+    peer.send(Wire(1000, True))
+    assert await peer.next() == Wire(1000, True)
+    assert plane._expected == 1  # type: ignore[union-attr]
+    await eventually(lambda: not plane._busy)  # type: ignore[union-attr]
+    peer.writer.close()
+    await rest(sender)
+
+
+async def test_who_comes_late_to_a_dial_that_fails_is_not_failed_by_it(opened: Opened) -> None:
+    sender, receiver = await opened(mode="map"), await opened(mode="map", timeout=0.5)
+    silent = True
+    host, _, port = sender.address.rpartition(":")
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """What stands between the two: says nothing at first, then passes everything on."""
+        if silent:
+            await reader.read()
+            writer.close()
+            return
+        there, out = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(_pass_on(reader, out), _pass_on(there, writer))
+
+    server = await asyncio.start_server(forward, host, 0)
+    address = f"{host}:{server.sockets[0].getsockname()[1]}"
+
+    async def fetch(seed: int) -> str:
+        ref = await make_offer(sender, 64 * KB, seed)
+        try:
+            slot = await receiver.fetch(
+                TensorRef(address, ref.agent, ref.offer, ref.generation, ref.digest, ref.shape, ref.dtype), timeout=60.0
+            )
+        except TransferError as error:
+            return error.reason
+        assert torch.equal(slot.tensor((64, WIDTH), "uint8"), pattern(64 * KB, seed))
+        slot.release()
+        return "ok"
+
+    first = asyncio.create_task(fetch(1))
+    await eventually(lambda: receiver.links._dialling)
+    await asyncio.sleep(0)
+    second = asyncio.create_task(fetch(2))
+    await eventually(lambda: len(receiver.links._wanting[address]) == 2)
+    silent = False
+    assert (await first, await second) == ("timeout", "ok")
+    server.close()
+    await rest(receiver)
+
+
+async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    while data := await source.read(1 << 16):
+        target.write(data)
+    target.close()
 
 
 async def test_a_stranger_that_leaves_takes_its_offers_with_it(opened: Opened) -> None:
     sender, receiver = await opened(mode="map"), await opened(mode="map")
     stranger = await Stranger.connect(sender.address)
     ref = await make_offer(sender, KB, 1)
-    stranger.send(Reading(ref.offer, ref.generation), Check(1, ref.offer, ref.generation, 0, KB))
+    stranger.send(Reading(1, ref.offer, ref.generation), Check(1, ref.offer, ref.generation, 0, KB))
     assert isinstance(await stranger.next(), Checked)
     stranger.writer.close()
     await still_good(sender, receiver)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import time
+from collections.abc import Callable
 
 from ..contract.errors import ConfigError
 from .config import TransferConfig, add_transfer_arguments, resolve_host, transfer_config
@@ -15,8 +17,11 @@ from .memory import open_region
 __all__ = ["Endpoint", "TransferConfig", "add_transfer_arguments", "open_transfer", "transfer_config"]
 
 
-async def open_transfer(config: TransferConfig | None = None) -> Endpoint:
+async def open_transfer(config: TransferConfig | None = None, clock: Callable[[], float] = time.monotonic) -> Endpoint:
     """Register this process's arena, make its agent, and listen for peers.
+
+    Args:
+        clock: seconds, by which offers, fetches and waits for memory end.
 
     Raises:
         ConfigError: there is no such memory, NIXL cannot be used, or the address cannot be listened on.
@@ -28,7 +33,7 @@ async def open_transfer(config: TransferConfig | None = None) -> Endpoint:
     agent = f"{config.agent_prefix}-{os.getpid()}-{secrets.token_hex(6)}"
     region = await loop.run_in_executor(None, open_region, config.arena_bytes, config.kind, config.device)
     plane = None if config.mode == "map" else await loop.run_in_executor(None, NixlPlane, agent, region, loop)
-    endpoint = Endpoint(config, agent, region, plane)
+    endpoint = Endpoint(config, agent, region, plane, clock)
     host = resolve_host(config.host)
     try:
         await endpoint.open(host)

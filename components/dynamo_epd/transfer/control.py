@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -139,11 +138,3 @@ async def dial(address: str, handler: LinkHandler) -> TcpLink:
     except OSError as error:
         raise TransferError("peer_lost", f"no transfer endpoint at {address}: {error}") from error
     return link
-
-
-async def close_server(server: asyncio.Server) -> None:
-    """Stop listening."""
-    server.close()
-    with contextlib.suppress(asyncio.TimeoutError):
-        # Python 3.12 waits for the accepted connections too, which their owner closes.
-        await asyncio.wait_for(server.wait_closed(), 1.0)

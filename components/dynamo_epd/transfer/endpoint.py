@@ -230,7 +230,7 @@ class Endpoint:
         if self._closed:
             return
         self._closed = True
-        await self.links.stop_dialling()
+        self.links.stop_dialling()
         self.offers.close()
         self.fetches.close()
         self.arena.close()

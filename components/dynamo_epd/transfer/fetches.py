@@ -114,7 +114,8 @@ class Fetches:
 
     Args:
         verify: compare checksums.
-        settle: seconds for which a slot stays in quarantine after the death of the peer that could write to it.
+        settle: seconds for which a slot stays in quarantine after the death of the peer that could write to it, and
+            that a read which was given up may take before the link to its peer is closed.
     """
 
     def __init__(self, arena: Arena, effects: FetchEffects, verify: bool, settle: float):
@@ -126,18 +127,21 @@ class Fetches:
         self._active: dict[Fetch, None] = {}
         self._whole: dict[str, Fetch] = {}  # by digest: what another caller may join
         self._granted: dict[int, Fetch] = {}  # by request: the peer has not said its last word
+        self._reading: dict[int, Fetch] = {}  # by request: the data plane reads into the slot
+        self._given_up: dict[Fetch, float] = {}  # of these, those that are over, and until when that may last
         self._checks: dict[int, Fetch] = {}
         self._settling: dict[Fetch, float] = {}
 
     @property
     def busy(self) -> bool:
         """True while ``poll`` has something to watch."""
-        return bool(self._active or self._settling)
+        return bool(self._active or self._settling or self._reading)
 
     @property
     def quarantined(self) -> int:
         """Fetches that are over but whose slot a peer may still write to."""
-        return sum(f.state is FetchState.OVER for f in self._granted.values()) + len(self._settling)
+        waited_for = [*self._granted.values(), *self._reading.values()]
+        return sum(f.state is FetchState.OVER for f in waited_for) + len(self._settling)
 
     def joinable(self, digest: str) -> Fetch | None:
         """The fetch under way that brings the whole tensor of ``digest``."""
@@ -199,9 +203,11 @@ class Fetches:
             self._send(fetch, Pull(fetch.request, ref.offer, ref.generation, fetch.skip, fetch.nbytes, target))
             return
         if source.way == "read":
-            self._send(fetch, Reading(ref.offer, ref.generation))
+            self._send(fetch, Reading(fetch.request, ref.offer, ref.generation))
         if fetch.state is FetchState.MOVING:
             fetch.busy = True
+            if source.way == "read":
+                self._reading[fetch.request] = fetch
             self._effects.move(fetch)
 
     def failed(self, fetch: Fetch, error: TransferError) -> None:
@@ -211,6 +217,8 @@ class Fetches:
     def moved(self, fetch: Fetch, error: TransferError | None) -> None:
         """The slot is not in use by this side's copy or read any more."""
         fetch.busy = False
+        self._reading.pop(fetch.request, None)
+        self._given_up.pop(fetch, None)
         if fetch.state is FetchState.OVER:
             self._send(fetch, Done(fetch.ref.offer, fetch.ref.generation))
             self._free(fetch)
@@ -230,20 +238,21 @@ class Fetches:
         else:
             self._arrived(fetch)
 
-    def ended(self, source: Source, message: Ended, now: float) -> None:
-        """The peer's last word on a pull whose bytes do not come."""
-        fetch = self._granted.get(message.request)
+    def ended(self, source: Source, message: Ended, now: float) -> bool:
+        """The peer's last word on a pull whose bytes do not come, or on a read; False when it is about neither."""
+        fetch = self._granted.get(message.request) or self._reading.get(message.request)
         if fetch is None or fetch.ref.agent != source.hello.agent:
-            return  # stale, or a duplicate
-        if message.outcome == "failed":
+            return False  # stale, or a duplicate
+        if fetch.granted and message.outcome == "failed":
             self._release_later(fetch, now)
-        else:
+        elif fetch.granted:
             self._ungrant(fetch)
         if fetch.state is FetchState.OVER:
             self._free(fetch)
         else:
             reason = "peer_lost" if message.outcome == "failed" else message.outcome
             self._fail(fetch, TransferError(reason, message.detail or f"the peer answered {message.outcome}"))
+        return fetch.source is source
 
     def checked(self, source: Source, checksum: bytes, request: int) -> None:
         """The peer's checksum."""
@@ -293,6 +302,12 @@ class Fetches:
                     watcher.done(TransferError(error.reason, str(error)))
                 if not fetch.watchers:
                     self._fail(fetch, error)
+        for fetch in self._reading.values():
+            if fetch.state is FetchState.OVER and self._given_up.setdefault(fetch, now + self._settle) <= now:
+                # It needs the help of a peer that does not give it. The data plane ends it with the connection.
+                self._given_up[fetch] = now + self._settle
+                if fetch.source is not None:
+                    fetch.source.link.close()
         for fetch in [f for f, until in self._settling.items() if until <= now]:
             del self._settling[fetch]
             self._effects.expect(fetch.nbytes, False)

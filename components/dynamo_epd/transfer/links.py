@@ -11,8 +11,8 @@ from collections.abc import Callable
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .config import Mode
-from .control import close_server, dial, listen
-from .fetches import Fetch, Fetches
+from .control import dial, listen
+from .fetches import Fetch, Fetches, FetchState
 from .memory import Region
 from .offers import Offers
 from .peers import Peer, choose_way
@@ -111,11 +111,11 @@ class Links:
             with contextlib.suppress(TransferError):
                 peer.link.send(Done(ref.offer, ref.generation))
 
-    async def stop_dialling(self) -> None:
+    def stop_dialling(self) -> None:
         """Accept and dial nobody any more."""
         self._closed = True
         if self._server is not None:
-            await close_server(self._server)
+            self._server.close()
         for task in list(self._dialling.values()):
             task.cancel()
 
@@ -126,6 +126,7 @@ class Links:
 
     async def _dial(self, address: str) -> None:
         peer = Peer(self, address)
+        first = set(self._wanting.get(address, ()))
         error: TransferError | None = TransferError("cancelled", "the transfer layer was closed")
         try:
             await asyncio.wait_for(self._meet(peer), self._timeout)
@@ -148,7 +149,11 @@ class Links:
             else:
                 peer.close()
                 for fetch in waiting:
-                    self._fetches.failed(fetch, error)
+                    if fetch in first or self._closed:
+                        self._fetches.failed(fetch, error)
+                    elif fetch.state is FetchState.PEER:
+                        # It has waited for less than the time that reaching a peer may take.
+                        self.connect(fetch)
             self._stepped()
 
     async def _meet(self, peer: Peer) -> None:
@@ -167,8 +172,7 @@ class Links:
         now = self._clock()
         if peer.address:
             if isinstance(message, Ended):
-                self._fetches.ended(peer, message, now)
-                if message.outcome == "failed":
+                if self._fetches.ended(peer, message, now) and message.outcome == "failed":
                     # The data plane's connection is broken: the next fetch makes a new one, with a new link.
                     peer.link.close()
             elif isinstance(message, Checked):
@@ -226,9 +230,12 @@ class Links:
 
         def ready(error: str) -> None:
             peer.loading, peer.loaded = False, peer.loaded or not error
-            if not error and message.on != peer.wired:
-                peer.wired = message.on
-                (plane.expect if message.on else plane.unexpect)(0)
+            if message.on and not error and peer.wired is None:
+                plane.expect(0)
+                # It is asked for while a peer is being reached, which may take no longer.
+                peer.wired = self._loop.call_later(self._timeout, self._unwire, peer)
+            elif not message.on:
+                self._unwire(peer)
             if not peer.alive:
                 self._unload(peer)
                 return
@@ -242,11 +249,13 @@ class Links:
             plane.load(peer.hello.agent, peer.hello.metadata, ready)
 
     def _unload(self, peer: Peer) -> None:
-        if self._plane is None:
-            return
-        if peer.wired:
-            peer.wired = False
-            self._plane.unexpect(0)
-        if peer.loaded:
+        self._unwire(peer)
+        if self._plane is not None and peer.loaded:
             peer.loaded = False
             self._plane.forget(peer.hello.agent)
+
+    def _unwire(self, peer: Peer) -> None:
+        if self._plane is not None and peer.wired is not None:
+            peer.wired.cancel()
+            peer.wired = None
+            self._plane.unexpect(0)

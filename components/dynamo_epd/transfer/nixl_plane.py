@@ -42,6 +42,7 @@ _WORK_S = 10e-6
 _NAP_S = (30e-6, 0.02)
 # A dead peer's moves end by themselves as soon as its sockets are seen to be closed.
 _LEAVE_S = 2.0
+_CLOSE_S = 10.0
 _PR_SET_TIMERSLACK = 29
 
 
@@ -120,7 +121,10 @@ class NixlPlane:
     def close(self) -> None:
         self._stopping = True
         self._commands.put(_look)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            # It ends with the process; its memory stays registered until then.
+            logger.error("the data plane did not stop in %.0f s", _CLOSE_S)
 
     # On the event loop.
 

@@ -11,14 +11,12 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..contract.errors import TransferError
 from .arena import Hold
 from .config import GRANULE
 from .control import Link
 from .protocol import Cancel, Check, Checked, Done, Ended, Hello, Message, Outcome, Pull, Reading
 
 _INDEX_BITS = 24
-_MAX_READS = 4096
 
 
 def offer_number(sequence: int, index: int) -> int:
@@ -49,6 +47,7 @@ class Offer:
 
     Attributes:
         writing: a write for it is under way; there is one at a time.
+        reading: its receiver reads it, and the data plane makes progress for that.
         checked: its checksum was asked for; once is enough, and more would be work that anybody can order.
     """
 
@@ -59,6 +58,7 @@ class Offer:
     state: OfferState = OfferState.OPEN
     receiver: Receiver | None = None
     writing: bool = False
+    reading: bool = False
     checked: bool = False
 
 
@@ -113,9 +113,6 @@ class Offers:
         # Deadlines only grow within each state, so the first of each is the next to end.
         self._offers: dict[OfferState, dict[int, Offer]] = {state: {} for state in OfferState}
         self._writes: dict[tuple[str, int], Write] = {}
-        self._reads: dict[
-            Receiver, dict[int, int]
-        ] = {}  # offers under way, with their bytes, until the receiver is done
         self._newest: dict[Receiver, int] = {}  # the highest request of each receiver that was begun or cancelled
         self.expired = 0
 
@@ -184,16 +181,14 @@ class Offers:
         self._effects.write(write)
 
     def reading(self, receiver: Receiver, message: Reading, now: float) -> None:
-        offer, _ = self._find(receiver, message.offer, message.generation)
-        if offer is not None:
+        offer, refusal = self._find(receiver, message.offer, message.generation)
+        if offer is None:
+            detail = f"offer {message.offer} cannot be read: {refusal}"
+            self._effects.send(receiver.link, Ended(message.request, refusal, detail))
+        elif not offer.reading:
             self._serve(offer, receiver, now)
-        # Where reads need this side's help, one of an offer that has ended must come to its end as well.
-        reads = self._reads.setdefault(receiver, {})
-        if message.offer not in reads:
-            if len(reads) >= _MAX_READS:
-                raise TransferError("protocol", f"{len(reads)} reads at a time")
-            reads[message.offer] = offer.nbytes if offer is not None else 0
-            self._effects.expect(reads[message.offer], True)
+            offer.reading = True
+            self._effects.expect(offer.nbytes, True)
 
     def cancel(self, receiver: Receiver, message: Cancel) -> None:
         self._newest[receiver] = max(message.request, self._newest.get(receiver, -1))
@@ -230,15 +225,10 @@ class Offers:
         offer, _ = self._find(receiver, message.offer, message.generation)
         if offer is not None:
             self._end(offer)
-        nbytes = self._reads.get(receiver, {}).pop(message.offer, None)
-        if nbytes is not None:
-            self._effects.expect(nbytes, False)
 
     def lost(self, receiver: Receiver) -> None:
         """The receiver's link is gone: what it was taking ends."""
         self._newest.pop(receiver, None)
-        for nbytes in self._reads.pop(receiver, {}).values():
-            self._effects.expect(nbytes, False)
         for offer in [o for o in self._offers[OfferState.SERVING].values() if o.receiver is receiver]:
             self._end(offer)
         for write in [w for w in self._writes.values() if w.receiver is receiver]:
@@ -273,10 +263,14 @@ class Offers:
         return None, "expired"
 
     def _serve(self, offer: Offer, receiver: Receiver, now: float) -> None:
+        if offer.state is OfferState.SERVING:
+            return  # or an offer could be held for ever
         del self._offers[offer.state][offer.number]
         offer.state, offer.receiver, offer.deadline = OfferState.SERVING, receiver, now + self._timeout
         self._offers[OfferState.SERVING][offer.number] = offer
 
     def _end(self, offer: Offer) -> None:
         del self._offers[offer.state][offer.number]
+        if offer.reading:
+            self._effects.expect(offer.nbytes, False)
         offer.slot.release()

@@ -57,7 +57,7 @@ class Peer:
         way: how its bytes come here; for dialled peers.
         mapped: its memory, where ``way`` is ``map``.
         loading, loaded: the data plane is getting to know it, and does.
-        wired: the data plane makes progress for it.
+        wired: the data plane makes progress for it, until this timer is over.
         fault: what it did wrong; nothing more is read from it.
         alive: it has said hello, and its link has not ended.
         greeting: done when it has said hello.
@@ -71,7 +71,7 @@ class Peer:
         self.mapped: Mapped | None = None
         self.loading = False
         self.loaded = False
-        self.wired = False
+        self.wired: asyncio.TimerHandle | None = None
         self.fault: TransferError | None = None
         self.alive = False
         self.greeting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -170,17 +170,16 @@ async def choose_way(
         raise TransferError("protocol", f"{hello.agent} or this process runs without NIXL: set the same transfer mode")
     await _ended(lambda ended: plane.load(hello.agent, hello.metadata, ended))
     peer.loaded = True
+    # Where any of this fails, the link is closed, and the peer makes no more progress for it.
     await peer.wire(True)
-    try:
-        async with probing:
-            await _probe(peer, region, plane)
-            if mode == "auto":
-                await peer.wire(False)
-                peer.way = "read" if await _reads_alone(peer, region, plane) else "write"
-            else:
-                peer.way = "read" if mode == "read" else "write"
-    finally:
-        await peer.wire(False)
+    async with probing:
+        await _probe(peer, region, plane)
+        if mode == "auto":
+            await peer.wire(False)
+            peer.way = "read" if await _reads_alone(peer, region, plane) else "write"
+        else:
+            peer.way = "read" if mode == "read" else "write"
+    await peer.wire(False)
 
 
 async def _probe(peer: Peer, region: Region, plane: DataPlane) -> None:

@@ -74,8 +74,13 @@ class Wire(Message, frozen=True):
 
 
 class Reading(Message, frozen=True):
-    """Fetcher: I am reading this offer. No answer; ``Done`` ends it."""
+    """Fetcher: I am reading this offer; ``Done`` ends it. Answered only by ``Ended``, where it cannot be read.
 
+    Attributes:
+        request: as in ``Pull``.
+    """
+
+    request: Count
     offer: Count
     generation: Count
 
@@ -106,7 +111,7 @@ Outcome = Literal["cancelled", "failed", "expired", "generation", "protocol"]
 
 
 class Ended(Message, frozen=True):
-    """Offerer: the last word on a ``Pull`` whose bytes do not come.
+    """Offerer: the last word on a ``Pull`` whose bytes do not come, or on a ``Reading``.
 
     Attributes:
         outcome: ``failed``: the data plane gave up and bytes may still be on their way; else why nothing was or will
