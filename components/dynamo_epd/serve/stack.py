@@ -166,9 +166,13 @@ class Stack:
         text = path.read_text(errors="replace") if path.exists() else ""
         return "\n".join(line[:width] for line in _COLOUR.sub("", text).splitlines()[-lines:])
 
+    def system_url(self, name: str) -> str:
+        """Where a worker answers ``/health``, ``/live`` and ``/metrics``."""
+        return f"http://127.0.0.1:{self._system_ports[name]}"
+
     def metrics(self, name: str) -> dict[str, float]:
         """The samples of a worker's ``/metrics``, by name and labels as they are written there."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._system_ports[name]}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"{self.system_url(name)}/metrics", timeout=5) as response:
             text = response.read().decode()
         found = {}
         for family in text_string_to_metric_families(text):

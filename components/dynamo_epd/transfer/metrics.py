@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PREFIX = "dynamo_component_"
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5, 10.0)
+_REASONS = ("timeout", "peer_lost", "expired", "arena_full", "too_large", "checksum", "generation", "protocol")
 
 
 def register_transfer_metrics(
@@ -58,7 +59,7 @@ class _Collector:
             "mm_transfer_failures",
             "Fetches and allocations that failed.",
             "reason",
-            transfer.failures,
+            {**dict.fromkeys(_REASONS, 0), **transfer.failures},
         )
         yield self._family(
             GaugeMetricFamily,
@@ -79,6 +80,7 @@ class _Collector:
             "state",
             {**{state.value: offers.count(state) for state in OfferState}, "writing": offers.writing},
         )
+        yield self._counter("mm_offers_expired", "Offers that nobody came for in time.", offers.expired)
         yield self._counter("embedding_cache_hits", "Contents that were found by digest.", store.hits)
         yield self._counter("embedding_cache_misses", "Contents that were not found by digest.", store.misses)
         yield self._counter("embedding_cache_evictions", "Contents dropped to make room.", store.evictions)
