@@ -29,6 +29,17 @@ def test_unknown_family_names_the_known(tmp_path):
     assert "'gpt_neo'" in str(error.value) and all(name in str(error.value) for name in FAMILIES)
 
 
+@pytest.mark.parametrize(
+    ("name", "old"), [("phi4_multimodal", "5.22.0"), ("qwen2_5_omni", "5.20.2"), ("qwen3_vl", "5.19.0.dev0")]
+)
+def test_a_transformers_that_is_too_old_is_named(model_dir, monkeypatch, name, old):
+    """At the start, and not by whatever its processor fails with at the first request."""
+    path = model_dir(name)
+    monkeypatch.setattr("transformers.__version__", old)
+    with pytest.raises(ConfigError, match=f"'{name}.*' needs transformers 5.2[03] or newer, here is {old}"):
+        models.load(path, tower=False)
+
+
 def test_every_family_is_found_by_its_types():
     known = {c["family"].removesuffix("_videotok") for c in cases()} - {"pixtral", "qwen2_5_omni", "qwen3_omni_moe"}
     assert known | {"llava", "qwen2_5_omni_thinker", "qwen2_5_omni", "qwen3_omni_moe"} <= FAMILIES.keys()

@@ -27,6 +27,7 @@ _RATE = "video_pruning_rate"
 
 class NemotronOmni(GeneralFamily):
     model_types = ("nemotron_h_omni",)
+    oldest_transformers = (5, 23)
 
     def framing_tokens(self) -> Sequence[str]:
         p = self.processor

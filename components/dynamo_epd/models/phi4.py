@@ -22,6 +22,7 @@ _MODE = "audio_projection_mode"
 
 class Phi4Multimodal(GeneralFamily):
     model_types = ("phi4_multimodal",)
+    oldest_transformers = (5, 23)
 
     def extra_options(self) -> Mapping[str, Any]:
         return {_MODE: "speech"}

@@ -26,6 +26,9 @@ class PretrainedFamily(Family):
         device, dtype: as in ``models.load``.
     """
 
+    oldest_transformers: tuple[int, int] = (5, 20)
+    """The first release of transformers whose processors do all that the class asks of them."""
+
     def __init__(
         self,
         model_dir: Path,
@@ -50,8 +53,14 @@ class PretrainedFamily(Family):
     def from_pretrained(
         cls, model_dir: Path, raw_config: Mapping[str, Any], *, tower: bool, device: str, dtype: str | None
     ) -> PretrainedFamily:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, __version__
 
+        if tuple(map(int, __version__.split(".")[:2])) < cls.oldest_transformers:
+            needed = ".".join(map(str, cls.oldest_transformers))
+            raise ConfigError(
+                f"a model of type {raw_config.get('model_type')!r} needs transformers {needed} or newer, here is "
+                f"{__version__}: upgrade it (Python 3.10 gets no release after 5.20, use a newer Python)"
+            )
         try:
             config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -104,7 +113,8 @@ class PretrainedFamily(Family):
             try:
                 return self.load_processor()
             except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-                raise ConfigError(f"the processor of {self.model_dir} could not be loaded: {error}") from error
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"the processor of {self.model_dir} could not be loaded: {reason}") from error
 
     def load_processor(self) -> Any:
         """transformers' processor of the checkpoint."""

@@ -34,6 +34,7 @@ class QwenOmni(GeneralFamily):
     """Positions of Qwen2.5-Omni: the two begin tokens of a pair share a position, and so do its two end tokens."""
 
     model_types = ("qwen2_5_omni", "qwen2_5_omni_thinker")
+    oldest_transformers = (5, 23)
 
     pair_frame_is_still = True
     """Whether the begin and end of audio inside those of vision do not advance the position."""
