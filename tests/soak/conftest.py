@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForImageTextToText
+import torch
 
 from dynamo_epd import models
-from dynamo_epd.demo.toy_data import QUESTIONS, TOY_MODEL, random_picture
+from dynamo_epd.demo.toy_data import QUESTIONS, random_picture
 from dynamo_epd.models import Media
 from dynamo_epd.serve.stack import Stack, epd_services
 
 from ..families import media_files
 from ..families.plain import Plain
+from ..models.tiny import make_weights, write_model_dir
 
-MODEL = "toy"
+MODEL = "tiny"
 MAX_TOKENS = 6
 ENGINE = {
     "kv_cache_config": {"tokens_per_block": 8, "max_tokens": 2048},
@@ -41,17 +42,35 @@ class Turn:
     expected: str
 
 
-def conversations(count: int, seed: int) -> list[list[Turn]]:
-    """``count`` conversations of one to four turns, about a few pictures and films; some have uuids."""
+@dataclass(frozen=True)
+class Tiny:
+    """A model of random weights that takes images, video and audio, and what to say to it."""
+
+    path: Path
+    talks: list[list[Turn]]
+
+
+def conversations(plain: Plain, count: int, seed: int) -> list[list[Turn]]:
+    """``count`` conversations of one to four turns, about a few pictures, films and clips; some have uuids."""
     rng = np.random.default_rng(seed)
-    plain = Plain(
-        AutoModelForImageTextToText.from_pretrained(TOY_MODEL, local_files_only=True).eval(),
-        models.load(TOY_MODEL, tower=False),
-    )
     pool = [Media("image", random_picture(rng, side).draw()) for side in (56, 84, 84, 112) for _ in range(3)]
-    pool += [media_files.video(i, frames=6, size=(56, 56)) for i in range(3)]
+    pool += [media_files.video(i, frames=6, size=(56, 56)) for i in range(4)]
+    pool += [media_files.audio(i, seconds) for i, seconds in enumerate((0.7, 0.7, 0.7, 1.1))]
     urls = {id(item): media_files.url_of(item) for item in pool}
+    alone = [tuple(plain.answer(_text(plain, [_user([item], "What?")]), [item]).tokens) for item in pool]
+    assert len(set(alone)) == len(pool), "one item's KV in place of another's would not be noticed"
     return [_conversation(rng, plain, pool, urls) for _ in range(count)]
+
+
+def _user(items: Sequence[Media], question: str) -> dict[str, Any]:
+    content = [*({"type": item.modality} for item in items), {"type": "text", "text": question}]
+    return {"role": "user", "content": content}
+
+
+def _text(plain: Plain, messages: list[dict[str, Any]]) -> str:
+    tokenizer: Any = plain.family.tokenizer
+    template = plain.processor.chat_template
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
 
 
 def _conversation(rng: np.random.Generator, plain: Plain, pool: Sequence[Media], urls: dict[int, str]) -> list[Turn]:
@@ -66,21 +85,19 @@ def _conversation(rng: np.random.Generator, plain: Plain, pool: Sequence[Media],
         count = int(rng.integers(1, 4)) if turn == 0 else int(rng.random() < 0.3)
         items = [pool[int(rng.integers(len(pool)))] for _ in range(count)]
         media += items
-        question = {"type": "text", "text": QUESTIONS[int(rng.integers(len(QUESTIONS)))].text}
+        local.append(_user(items, QUESTIONS[int(rng.integers(len(QUESTIONS)))].text))
         kinds = [f"{item.modality}_url" for item in items]
         parts = [
             {"type": kind, kind: {"url": urls[id(item)]}, **(uuid if item.modality == "image" else {})}
             for kind, item in zip(kinds, items, strict=True)
         ]
-        sent.append({"role": "user", "content": [*parts, question]})
-        local.append({"role": "user", "content": [*({"type": item.modality} for item in items), question]})
-        text = tokenizer.apply_chat_template(local, tokenize=False, add_generation_prompt=True)
-        expected = plain.answer(text, media)
+        sent.append({"role": "user", "content": [*parts, local[-1]["content"][-1]]})
+        expected = plain.answer(_text(plain, local), media)
         ids = expected.tokens[:MAX_TOKENS]
         length = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else MAX_TOKENS
-        if expected.sure(1e-3) < length:
-            break
         answer = tokenizer.decode(ids[:length], skip_special_tokens=True)
+        if expected.sure(1e-3) < length or not answer.strip():
+            break
         turns.append(Turn([*sent], answer))
         sent.append({"role": "assistant", "content": answer})
         local.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
@@ -109,9 +126,9 @@ def held(stack: Stack) -> dict[str, Held]:
     return found
 
 
-def soak_stack() -> Stack:
+def soak_stack(model: Path) -> Stack:
     services = epd_services(
-        TOY_MODEL,
+        model,
         MODEL,
         topology="e-p-d",
         engine_args=("--engine", "reference", "--override-engine-args", json.dumps(ENGINE)),
@@ -126,5 +143,11 @@ def soak_stack() -> Stack:
 
 
 @pytest.fixture(scope="session")
-def talks() -> list[list[Turn]]:
-    return conversations(60, seed=11)
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    path = write_model_dir("qwen2_5_omni", tmp_path_factory.mktemp("soak") / MODEL)
+    model = make_weights(path, seed=5)
+    with torch.no_grad():  # small random weights make every clip sound alike
+        for parameter in (p for name, p in model.named_parameters() if "audio" in name):
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(path)
+    return Tiny(path, conversations(Plain(model, models.load(path, tower=False)), 60, seed=11))

@@ -47,4 +47,4 @@ def test_a_short_run(capsys, tmp_path):
         assert set(report[way]["decode_tokens_per_s"]) == {"1", "8"}
     for curves in (report["ttft_by_shared_prefix"], report["requests_per_s_by_concurrency"]):
         assert set(curves) == {"reuse_on", "reuse_off"}
-    assert {path.name for path in tmp_path.iterdir()} == {"ttft.png", "throughput.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"ttft.png", "requests.png"}

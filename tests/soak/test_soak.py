@@ -30,6 +30,9 @@ READY = 180.0
 AGAIN = 60.0
 """Seconds that a killed worker may take until it serves again, and its requests may fail."""
 
+CALM = 24.0
+"""Least seconds without a kill at the end: a process that has just started opens files and touches its memory."""
+
 TYPED = {404, 500, 502, 503, 504}
 """What a client may be told while a worker is gone. Nothing of this while all are there."""
 
@@ -42,6 +45,7 @@ class Soak:
         stack: all processes.
         talks: conversations with their answers.
         all_there: set while no worker is gone or coming back.
+        over: set when clients are to go.
         outcomes: requests by what became of them.
         faults: what must not have happened.
     """
@@ -49,6 +53,7 @@ class Soak:
     stack: Stack
     talks: Sequence[Sequence[Turn]]
     all_there: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
@@ -67,10 +72,10 @@ class Soak:
             self.faults.append(f"an error while all workers were there: {answer}")
 
 
-async def client(soak: Soak, rng: random.Random, until: float) -> None:
-    """Talks until the time is over, in one connection pool; a tenth of the requests are given up half way."""
+async def client(soak: Soak, rng: random.Random) -> None:
+    """Talks until it is over, in one connection pool; a tenth of the requests are given up half way."""
     async with aiohttp.ClientSession() as http:
-        while time.monotonic() < until:
+        while not soak.over.is_set():
             talk = rng.choice(soak.talks)
             options = {"cache_salt": rng.choice("ab")} if rng.random() < 0.2 else {}
             for turn in talk:
@@ -132,7 +137,7 @@ async def watch(soak: Soak, seen: list[dict[str, Held]]) -> None:
 
 
 def grown(seen: Sequence[dict[str, Held]]) -> list[str]:
-    """Processes whose memory or open files went up over the second half of ``seen``."""
+    """Processes whose memory or open files went up over the second half of ``seen``; in the first one they warm up."""
     problems = []
     for name, last in seen[-1].items():
         same = [moment[name] for moment in seen if name in moment and moment[name].pid == last.pid]
@@ -154,24 +159,26 @@ def grown(seen: Sequence[dict[str, Held]]) -> list[str]:
         pytest.param(1800, 60.0, marks=pytest.mark.slow),
     ],
 )
-async def test_soak(talks, seconds, kill_every):
+async def test_soak(tiny, seconds, kill_every):
     seen: list[dict[str, Held]] = []
-    with soak_stack() as stack:
-        stack.wait_ready(READY, probe=talks[0][0].messages[0])
-        soak = Soak(stack, talks)
+    with soak_stack(tiny.path) as stack:
+        stack.wait_ready(READY, probe=tiny.talks[0][0].messages[0])
+        soak = Soak(stack, tiny.talks)
         soak.all_there.set()
-        end = time.monotonic() + seconds
-        # The last third is for what the processes hold, so nobody is killed in it.
-        calm = end - seconds / 3
+        clients = [asyncio.ensure_future(client(soak, random.Random(i))) for i in range(CLIENTS)]
+        # The last third is for what the processes hold, so nobody is killed in it. It begins when all are there again.
+        await killer(soak, kill_every, time.monotonic() + seconds * 2 / 3)
         watcher = asyncio.ensure_future(watch(soak, seen))
-        clients = [client(soak, random.Random(i), end) for i in range(CLIENTS)]
-        await asyncio.gather(killer(soak, kill_every, calm), *clients)
+        await asyncio.wait([watcher, *clients], timeout=max(CALM, seconds / 3), return_when=asyncio.FIRST_COMPLETED)
+        soak.over.set()
+        await asyncio.gather(*clients)
         assert not watcher.done()
         watcher.cancel()
         stack.check()
         problems = grown(seen)
         left = await leftovers(stack)
-    print(f"{seconds} s: {dict(soak.outcomes)}; in the middle {seen[len(seen) // 2]}, at the end {seen[-1]}")
+    print(f"{seconds} s: {dict(soak.outcomes)}")
+    print(f"held half way through the last third {seen[len(seen) // 2]}, at the end {seen[-1]}")
     assert (soak.faults, problems, left) == ([], [], {})
     assert soak.outcomes["right"] > 2 * seconds and soak.outcomes["killed"] and soak.outcomes["given up"]
 

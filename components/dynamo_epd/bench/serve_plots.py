@@ -12,7 +12,7 @@ _NAMES = {"reuse_on": "block reuse on", "reuse_off": "block reuse off"}
 
 
 def draw(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write ``ttft.png`` and ``throughput.png`` into ``folder``, which is made.
+    """Write ``ttft.png`` and ``requests.png`` into ``folder``, which is made.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -27,13 +27,18 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, key, labels in (
-        ("ttft.png", "ttft_by_shared_prefix", {"xlabel": "shared prefix, tokens", "ylabel": "TTFT, ms"}),
-        ("throughput.png", "requests_per_s_by_concurrency", {"xlabel": "concurrency", "ylabel": "requests/s"}),
+        ("ttft.png", "ttft_by_shared_prefix", {"xlabel": "tokens shared with an earlier prompt", "ylabel": "TTFT, ms"}),
+        (
+            "requests.png",
+            "requests_per_s_by_concurrency",
+            {"xlabel": "conversations at a time", "ylabel": "requests per second"},
+        ),
     ):
         figure, axes = pyplot.subplots(figsize=(6.4, 4))
         for side, title in _NAMES.items():
-            axes.plot(*_points(report[key][side]), marker="o", label=title)
-        axes.set(**labels)
+            points = _points(report[key][side])
+            axes.plot(*points, marker="o", label=title)
+        axes.set(xticks=points[0], **labels)
         axes.set_ylim(bottom=0)
         axes.grid(True, alpha=0.3)
         axes.legend()
