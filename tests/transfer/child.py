@@ -9,13 +9,15 @@ can have many processes, and kill them, at little cost. Requests and answers are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import blake3
@@ -30,7 +32,27 @@ from dynamo_epd.transfer.offers import OfferState
 from dynamo_epd.transfer.protocol import Done, Pull, Reading
 
 WIDTH = 1024
+PATIENCE_S = 60.0
+"""For what must come, on a machine that may be busy; nothing is asserted of how soon."""
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+
+
+class Clock:
+    """``time.monotonic``, and what it was put forward by: nobody has to wait for a deadline."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+def jump(transfer: Endpoint, seconds: float) -> None:
+    """Put the clock of an endpoint forward."""
+    clock = transfer._clock
+    assert isinstance(clock, Clock)
+    clock.ahead += seconds
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
@@ -76,10 +98,20 @@ def at_rest(found: dict[str, Any]) -> bool:
 def block(transfer: Endpoint, on: bool) -> None:
     """Have an endpoint's data plane do nothing, or go on: what is written to it over TCP stays in the sockets."""
     lock = transfer._carrier.plane._agent_lock  # type: ignore[union-attr]
-    if on:
-        lock.acquire()
-    else:
+    if not on:
         lock.release()
+    elif not lock.acquire(timeout=PATIENCE_S):
+        raise RuntimeError("the data plane does not let go of its agent")
+
+
+@contextlib.contextmanager
+def blocked(transfer: Endpoint) -> Iterator[None]:
+    """``block`` for as long as this lasts, whatever happens meanwhile."""
+    block(transfer, True)
+    try:
+        yield
+    finally:
+        block(transfer, False)
 
 
 def arm(transfer: Endpoint, point: str, act: Callable[[], None]) -> None:
@@ -151,7 +183,7 @@ class Server:
             os.environ["UCX_TLS"] = tls
         if netns:
             enter(netns)
-        self.transfer = await open_transfer(TransferConfig(host=host, **config))
+        self.transfer = await open_transfer(TransferConfig(host=host, **config), Clock())
         return {"address": self.transfer.address, "agent": self.transfer.agent}
 
     async def do_offer(self, nbytes: int, seed: int, digest: str = "", count: int = 1) -> dict[str, Any]:
@@ -167,6 +199,10 @@ class Server:
 
     async def do_arm(self, point: str, number: int) -> dict[str, Any]:
         arm(self.transfer, point, lambda: os.kill(os.getpid(), number))
+        return {}
+
+    async def do_jump(self, seconds: float) -> dict[str, Any]:
+        jump(self.transfer, seconds)
         return {}
 
     async def do_block(self, on: bool) -> dict[str, Any]:
@@ -235,6 +271,8 @@ def main(path: str) -> None:
         except TimeoutError:
             continue
         if os.fork() == 0:
+            # Stopped or not, it ends with the process that made it.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             listener.close()
             connection.setblocking(False)
             asyncio.run(Server().serve(connection))

@@ -24,10 +24,10 @@ from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.contract.handoff import TensorRef
 from dynamo_epd.transfer import Endpoint, TransferConfig, open_transfer
 
-from .child import at_rest, state
+from .child import PATIENCE_S, Clock, at_rest, jump, state
 
-PATIENCE_S = 60.0
-"""For what must come, on a machine that may be busy; nothing is asserted of how soon."""
+LATER_S = 1000.0
+"""By when everything that has a deadline is over."""
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def zygote() -> Iterator[Path]:
             yield path
         finally:
             process.kill()
-            process.wait()
+            process.wait(PATIENCE_S)
 
 
 class Child:
@@ -106,6 +106,7 @@ class Child:
     def end(self) -> None:
         self._task.cancel()
         self._writer.close()
+        self.signal(signal.SIGCONT)
         self.signal(signal.SIGKILL)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -136,6 +137,13 @@ async def eventually(check: Callable[[], object]) -> None:
         await asyncio.sleep(0.02)
 
 
+async def finish(transfer: Endpoint, child: Child) -> None:
+    """Nothing may be in use once all deadlines have passed, here and in the child."""
+    jump(transfer, LATER_S)
+    await child.call("jump", seconds=LATER_S)
+    await asyncio.gather(rest(transfer), child.rest())
+
+
 async def rest(transfer: Endpoint) -> None:
     """Wait until nothing is in use at an endpoint of this process."""
     await until(lambda: state(transfer))
@@ -151,8 +159,8 @@ async def spawn(zygote: Path) -> AsyncIterator[Spawn]:
     children: list[Child] = []
 
     async def make(**config: Any) -> Child:
-        reader, writer = await asyncio.open_unix_connection(str(zygote))
-        child = Child(reader, writer, json.loads(await reader.readline())["pid"])
+        reader, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(zygote)), PATIENCE_S)
+        child = Child(reader, writer, json.loads(await asyncio.wait_for(reader.readline(), PATIENCE_S))["pid"])
         children.append(child)
         found = await child.call("open", **{"arena_bytes": 64 << 20, **config})
         child.address, child.agent = found["address"], found["agent"]
@@ -172,10 +180,11 @@ async def opened(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opened]:
         monkeypatch.delenv("UCX_TLS", raising=False)
         if tls:
             monkeypatch.setenv("UCX_TLS", tls)
-        endpoint = await open_transfer(TransferConfig(host="127.0.0.1", **{"arena_bytes": 64 << 20, **config}))
+        settings = TransferConfig(host="127.0.0.1", **{"arena_bytes": 64 << 20, **config})
+        endpoint = await open_transfer(settings, Clock())
         endpoints.append(endpoint)
         return endpoint
 
     yield make
     for endpoint in endpoints:
-        await endpoint.close()
+        await asyncio.wait_for(endpoint.close(), PATIENCE_S)
