@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from dynamo_epd.serve import processes
+
 from ..transfer.network import Host, hosts, ip
 
 ROOT = Path(__file__).parents[2]
@@ -55,25 +57,18 @@ class Part:
 class Cluster:
     """Hosts, and what runs on them; everything has ended when the context manager ``cluster`` is left."""
 
-    def __init__(self, made: list[Host], folder: Path, processes: contextlib.ExitStack):
+    def __init__(self, made: list[Host], folder: Path, ends: contextlib.ExitStack):
         self.hosts = made
         self.folder = folder
         self.etcd = f"http://{made[0].address}:2379"
-        self._processes = processes
+        self._ends = ends
 
     def start(self, host: Host, name: str, *argv: str, **env: str) -> tuple[subprocess.Popen[bytes], Path]:
         """Run ``argv`` on ``host``; its output goes to ``name``.log."""
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                host.command(*argv),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "DYN_LOG": "warn", **env},
-            )
-        self._processes.callback(_end, process)
+            process = processes.spawn(host.command(*argv), {**os.environ, "DYN_LOG": "warn", **env}, ROOT, out)
+        self._ends.callback(_end, process)
         return process, log
 
     def serve(self, host: Host, *services: str, graph: str = "graphs.epd:Frontend", args: tuple[str, ...] = ()) -> Part:
@@ -91,13 +86,13 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Three hosts, each with a second network that leads nowhere, under the same address on all of them."""
-    with hosts(3, 0.0, 0.0) as made, contextlib.ExitStack() as processes:
+    with hosts(3, 0.0, 0.0) as made, contextlib.ExitStack() as ends:
         for host in made:
             ip("-n", host.name, "link", "add", "docker0", "type", "bridge")
             ip("-n", host.name, "addr", "add", "172.17.0.1/16", "dev", "docker0")
             ip("-n", host.name, "link", "set", "docker0", "up")
             ip("-n", host.name, "route", "add", "default", "dev", "docker0")
-        together = Cluster(made, folder, processes)
+        together = Cluster(made, folder, ends)
         listen = ("--listen-client-urls", "http://0.0.0.0:2379", "--advertise-client-urls", together.etcd)
         together.start(made[0], "etcd", "etcd", "--data-dir", str(folder / "etcd"), *listen)
         yield together

@@ -10,11 +10,11 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from rich.console import Console
@@ -25,6 +25,9 @@ from ..serve.client import Answer, chat, user
 from ..serve.stack import Stack, StackError, epd_services
 from .scenario import RED, Ask, Part, scenario
 from .toy_data import COLOUR, TOY_MODEL, Picture
+
+if TYPE_CHECKING:
+    from .plain import PlainTransformers, PromptPredictor
 
 MODEL_NAME = "toy"
 MAX_TOKENS = 8
@@ -136,12 +139,30 @@ def _run_stack(args: argparse.Namespace, keys: str, console: Console) -> list[Ou
             predictor.remember(_PROBE_MESSAGES, ids[:-1] if generates else ())
             asks = list(scenario(folder))
             progress.update(task, description=f"{keys} keys: asking", total=len(asks), completed=0)
-            return asyncio.run(_ask_all(stack, asks, plain, predictor, generates, lambda n: progress.advance(task, n)))
+
+            def asked(count: int) -> None:
+                progress.advance(task, count)
+                stack.check()
+
+            return asyncio.run(ask_all(stack.url, asks, plain, predictor, generates, asked))
 
 
-async def _ask_all(
-    stack: Stack, asks: list[Ask], plain: Any, predictor: Any, generates: bool, advance: Any
+async def ask_all(
+    url: str,
+    asks: list[Ask],
+    plain: PlainTransformers,
+    predictor: PromptPredictor,
+    generates: bool,
+    asked: Callable[[int], object] = lambda count: None,
 ) -> list[Outcome]:
+    """Send the requests to a frontend and judge what comes back.
+
+    Args:
+        url: ``http://host:port`` of the frontend, which serves the toy model as ``toy``.
+        predictor: remembers what the workers have seen before.
+        generates: generated tokens stay in the cache that the next prompt meets (prefill and decode are one worker).
+        asked: called after each request, or group of simultaneous ones, with their number.
+    """
     outcomes: list[Outcome] = []
     given: dict[tuple[tuple[Part, ...], ...], str] = {}
     async with aiohttp.ClientSession() as session:
@@ -149,7 +170,7 @@ async def _ask_all(
             batch = list(group)
             sent = [_messages(ask, given) for ask in batch]
             answers = await asyncio.gather(
-                *(chat(session, stack.url, MODEL_NAME, http, max_tokens=MAX_TOKENS) for http, _ in sent)
+                *(chat(session, url, MODEL_NAME, http, max_tokens=MAX_TOKENS) for http, _ in sent)
             )
             alone = together == batch[0].name
             for ask, answer, (_, local) in zip(batch, answers, sent, strict=True):
@@ -159,8 +180,7 @@ async def _ask_all(
                 # The last token is chosen and never computed; a prefill worker's cache has no generated tokens at all.
                 predictor.remember(local, ids[:-1] if generates else ())
                 outcomes.append(_judge(ask, answer, expected, length, shareable if alone else length - 1, alone))
-            advance(len(batch))
-            stack.check()
+            asked(len(batch))
     return outcomes
 
 

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -29,10 +30,19 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LAST_DEADLINE = 10.0
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
-    """Start ``argv`` in a session of its own; its stdout and stderr come as one pipe.
+def spawn(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    output: int | IO[bytes] = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
+    """Start ``argv`` in a session of its own; it is killed when this process ends.
 
-    Must be called by the main thread: the kernel binds the child's life to the thread that forked it.
+    The kernel binds the child's life to the thread that forked it: call this in the main thread, or one that lasts.
+
+    Args:
+        cwd: where it runs; here by default.
+        output: where stdout and stderr go; one pipe by default.
 
     Raises:
         OSError: it cannot be run.
@@ -41,7 +51,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> subprocess.
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         env=env,
         cwd=cwd,
@@ -67,10 +77,10 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def kill_group(leader: int) -> None:
-    """SIGKILL for all that is left of the process group of ``leader``."""
+def kill_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """A signal for all that is left of the process group of ``leader``."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(leader, number)
 
 
 def kill_children(but: Collection[int]) -> list[int]:

@@ -35,7 +35,7 @@ def worker(name: str, role: str) -> Service:
         name,
         module="dynamo_epd",
         args=("--disaggregation-mode", role),
-        parser="dynamo_epd.workers.args:_parser",
+        parser="dynamo_epd.workers.args:parser",
         aliases={"engine-args": "extra-engine-args", "block-size": "kv-block-size"},
         gpus=Fraction(1),
         health=True,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -24,9 +23,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..contract.errors import EpdError
+from . import processes
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -142,14 +140,10 @@ class Stack:
         service = self._services[name]
         port = {"DYN_SYSTEM_PORT": str(self._system_ports[name])} if name in self._system_ports else {}
         with self.log_path(name).open("ab") as log:
-            self.processes[name] = subprocess.Popen(
+            self.processes[name] = processes.spawn(
                 [sys.executable, "-m", service.module, *service.args],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**self._env, **port, **service.env},
-                start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                {**self._env, **port, **service.env},
+                output=log,
             )
 
     @property
@@ -215,8 +209,7 @@ class Stack:
     def kill(self, name: str, sig: signal.Signals = signal.SIGKILL) -> None:
         """Send ``sig`` to the process group of ``name``; reaps it when the signal is fatal."""
         process = self.processes[name]
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sig)
+        processes.kill_group(process.pid, sig)
         if sig in (signal.SIGKILL, signal.SIGTERM):
             process.wait(timeout=30)
             del self.processes[name]
@@ -224,12 +217,12 @@ class Stack:
     def stop(self, grace: float = 5.0) -> None:
         """Stop all processes: politely, then not. Safe to call twice."""
         for process in self.processes.values():
-            _signal(process, signal.SIGTERM)
+            processes.kill_group(process.pid, signal.SIGTERM)
         end = time.monotonic() + grace
         for process in self.processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, end - time.monotonic()))
-            _signal(process, signal.SIGKILL)
+            processes.kill_group(process.pid)
             process.wait()
         self.processes.clear()
         self._folder.cleanup()
@@ -265,13 +258,3 @@ def post_json(url: str, body: object, timeout: float) -> tuple[int, object]:
             return error.code, text
     except OSError as error:
         return 0, str(error)
-
-
-def _signal(process: subprocess.Popen[bytes], sig: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, sig)
-
-
-def _end_with_parent() -> None:
-    """In the child: die when the parent does, even if that was killed."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

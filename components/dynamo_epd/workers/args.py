@@ -55,7 +55,8 @@ class WorkerArgs:
     request_plane: str
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The flags of a worker, Dynamo's own included."""
     p = argparse.ArgumentParser(
         prog="python -m dynamo_epd", description="A Dynamo worker for multimodal encode, prefill, decode or agg."
     )
@@ -123,7 +124,7 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
         ConfigError: values that cannot be used, or that contradict each other.
         SystemExit: argparse's own, on unknown flags and ``--help``.
     """
-    a = _parser().parse_args(argv)
+    a = parser().parse_args(argv)
     runtime = DynamoRuntimeConfig.from_cli_args(a)
     runtime.validate()
     role: Role = a.disaggregation_mode
