@@ -79,7 +79,8 @@ def watched(tmp_path_factory):
         env = {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
-            "DYN_LOG": "info",
+            # Dynamo 1.6.1's frontend writes the whole URL of a picture that it cannot measure, at this target.
+            "DYN_LOG": "info,mm_routing=error",
             "DYN_LOGGING_JSONL": "1",
             "DYN_HEALTH_CHECK_ENABLED": "true",
             "DYN_CANARY_WAIT_TIME": "1",
