@@ -44,6 +44,7 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
             "bench.encode", "images a second of an encode worker, one request at a time and many at once"
         ),
         "prefill": Command("bench.prefill", "time to first token with block reuse on and off"),
+        "plan": Command("bench.plan", "what `plan` predicts for one worker of each kind, beside what they do"),
         "serve": Command("bench.serve", "load the real stack with block reuse on, off and keyed by placeholders"),
     },
 }
