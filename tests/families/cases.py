@@ -28,6 +28,12 @@ TAKES: dict[str, frozenset[str]] = {
 }
 """Tiny model -> the modalities that its family takes."""
 
+KV = [name for name in TAKES if not name.startswith("nemotron")]
+"""Those whose prompt is all in its KV. The others have a recurrent state too, so that the engine reuses nothing."""
+
+PRUNES = [name for name in TAKES if name.startswith("nemotron")]
+"""Those that drop rows of a video by content."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -101,6 +107,17 @@ def pairs(cases: dict[str, Case]) -> list[tuple[str, str]]:
         for name, case in cases.items()
         if case.modalities <= TAKES[family] and family in (case.families or TAKES)
     ]
+
+
+FILES = [(name, case) for name, case in pairs(ALONE) if not (name in PRUNES and case == "video")]
+"""(family, modality) of the embedding files that are taken."""
+
+GRIDS = [
+    (name, case)
+    for name, case in FILES
+    if case != "audio" and name.startswith(("cosmos", "llama4", "mi", "pix", "qwen"))
+]
+"""Those that cannot be placed without a grid."""
 
 
 def item_by_item(family: str, media: Sequence[Media]) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -239,6 +240,18 @@ class Stack:
             if asyncio.get_running_loop().time() > end:
                 return
             await asyncio.sleep(0.01)
+
+
+@contextmanager
+def reuse_at_most(worker: Any, tokens: int) -> Iterator[None]:
+    """Let the worker's cache find no more than the first ``tokens`` of a prompt, as if the rest had been evicted."""
+    cache = worker._engine.cache
+    match = cache.match
+    cache.match = lambda root, keys, blocks, limit: match(root, keys, blocks, min(limit, tokens))
+    try:
+        yield
+    finally:
+        del cache.match
 
 
 async def _generate(worker: Any, request: Mapping[str, Any]) -> list[dict[str, Any]]:

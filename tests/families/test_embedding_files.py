@@ -14,18 +14,17 @@ from dynamo.llm.exceptions import InvalidArgument
 
 from dynamo_epd.models import Media
 
-from .cases import ALONE, TAKES, pairs
+from .cases import ALONE, FILES, GRIDS
 from .conftest import Tiny, same
-from .harness import Answer, Source
+from .harness import Answer, Source, reuse_at_most
 from .media_files import audio, embedding_url, image
 
 SEED, OTHER = 1, 11
 
-GRIDS = {"llama4": (1, 2, 2), "mistral3": (1, 6, 8), "pixtral": (1, 5, 7)}
+PLACED = {"llama4": (1, 2, 2), "mistral3": (1, 6, 8), "pixtral": (1, 5, 7)}
 """Of the picture of the cases, where the family needs one and its positions do not have it: tiles, or patches."""
 
-TAKEN = [(f, case) for f, case in pairs(ALONE) if not (f.startswith("nemotron") and case == "video")]
-IMAGES = [family for family, case in TAKEN if case == "image"]
+IMAGES = [family for family, case in FILES if case == "image"]
 ALL_FRAMES = {"do_sample_frames": False, "fps": 4.0}
 
 
@@ -44,7 +43,7 @@ class File:
 def encoded(tiny: Tiny, media: Media) -> File:
     """The embedding of an item as the model's own encoder makes it."""
     prepared = tiny.family.prepare(media, {"fps": 4.0} if media.modality == "video" else {})
-    grid = prepared.positions.get("grid_thw", GRIDS.get(tiny.name) if media.modality == "image" else None)
+    grid = prepared.positions.get("grid_thw", PLACED.get(tiny.name) if media.modality == "image" else None)
     return File(tiny.family.encode([prepared])[0].clone(), grid)
 
 
@@ -53,9 +52,9 @@ def asked(tiny: Tiny, case: str, item: Source, **options: Any) -> Answer:
     return tiny.stack.ask(tiny.text(ALONE[case].parts(0)), [item], kwargs=kwargs, **options)
 
 
-@pytest.mark.parametrize(("tiny", "case"), TAKEN, indirect=["tiny"], scope="session")
+@pytest.mark.parametrize(("tiny", "case"), FILES, indirect=["tiny"], scope="session")
 def test_a_file_is_answered_like_what_it_was_made_from(tiny: Tiny, case: str) -> None:
-    """Five times, then another file of the same shape, then the first again."""
+    """Five times, then another file of the same shape, then the first again; also where reuse ends inside the item."""
     parts = ALONE[case].parts
     plain = {"videos_kwargs": ALL_FRAMES} if case == "video" else {}
     expected, other = (tiny.plain.answer(tiny.text(parts(s)), ALONE[case].media(s), plain) for s in (SEED, OTHER))
@@ -74,6 +73,11 @@ def test_a_file_is_answered_like_what_it_was_made_from(tiny: Tiny, case: str) ->
     assert different.cached == (0 if tiny.hybrid else int(answers[0].layout.run_starts.min()))
     assert different.digests != answers[0].digests
     same(asked(tiny, case, file.source(case), on=tiny.stack.forgetful), expected)
+    if not tiny.hybrid:
+        positions = answers[0].layout.positions(0).tolist()
+        for cut in (positions[1], positions[len(positions) // 2], positions[-1]):
+            with reuse_at_most(tiny.stack.prefill, cut), reuse_at_most(tiny.stack.decode, cut):
+                same(asked(tiny, case, file.source(case), salt=salt), expected)
 
 
 @pytest.mark.parametrize("tiny", IMAGES, indirect=True)
@@ -205,15 +209,40 @@ def test_a_bad_file_is_refused_by_name(tiny: Tiny, what: str) -> None:
     same(answer, tiny.plain.answer(tiny.text(parts), [image(1), image(2)]))
 
 
+@pytest.mark.parametrize(("tiny", "case"), FILES, indirect=["tiny"], scope="session")
+def test_no_family_takes_a_bad_file(tiny: Tiny, case: str) -> None:
+    good = encoded(tiny, ALONE[case].media(SEED)[0])
+    assert (good.grid is not None) == ((tiny.name, case) in GRIDS)
+    rows = good.embedding
+    bad = [
+        (File(rows[:, 1:], good.grid), "rows of .* values"),
+        (File(torch.cat([rows, rows[:, :1]], 1), good.grid), "rows of .* values"),
+        (File(torch.full_like(rows, torch.nan), good.grid), "NaN or infinite"),
+        (File(rows[:0], good.grid), "no rows|no elements"),
+    ]
+    if good.grid is not None:
+        t, h, w = good.grid
+        bad += [
+            (File(rows, None), "needs grid_thw"),
+            (File(rows, (t, h + 1, w)), "multiples of 2|rows"),
+            (File(rows, (t, h, 1 << 30)), "rows, its grid .* makes"),
+            (File(rows[1:], good.grid), "rows, its grid .* makes"),
+        ]
+    for file, message in bad:
+        with pytest.raises(InvalidArgument, match=f"^{case} 1: .*({message})"):
+            asked(tiny, case, file.source(case))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ((1 << 63).to_bytes(8, "little") + b"{}" + bytes(64), "names a header of 9223372036854775808; it is damaged"),
         (b"\x80\x02}q\x00.", "Python pickle"),
         (b"PK\x03\x04" + bytes(64), "ZIP archive or a PyTorch checkpoint"),
         (b"\x93NUMPY" + bytes(64), "NumPy array"),
         (np.float32(1).tobytes() * 64, "not an embedding in the safetensors format"),
     ],
-    ids=["pickle", "torch.save", "npy", "raw"],
+    ids=["a header of 2^63", "pickle", "torch.save", "npy", "raw"],
 )
 @pytest.mark.parametrize("tiny", ["qwen3_vl"], indirect=True)
 def test_only_safetensors_are_opened(tiny: Tiny, content: bytes, message: str) -> None:
@@ -232,7 +261,3 @@ def test_what_a_family_cannot_place_is_refused(tiny: Tiny) -> None:
     if not tiny.hybrid:
         with pytest.raises(InvalidArgument, match="image 1: .*needs grid_thw"):
             asked(tiny, "image", Source("image", embedding_url(torch.ones(6, tiny.family.embedding_width))))
-
-
-def test_every_family_takes_a_file() -> None:
-    assert {family for family, _ in TAKEN} == set(TAKES)

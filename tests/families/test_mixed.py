@@ -17,7 +17,7 @@ from dynamo.llm.exceptions import InvalidArgument
 from dynamo_epd.contract.block_keys import augmented_tokens, block_keys, root_key
 from dynamo_epd.models import Media
 
-from .cases import CASES, TAKES, pairs
+from .cases import CASES, KV, TAKES, pairs
 from .conftest import Tiny, same
 from .media_files import audio, image, video
 
@@ -136,7 +136,7 @@ def test_requests_at_once(tiny: Tiny) -> None:
     assert all(len(set(call)) == 1 for call in calls)
 
 
-HYBRID = [name for name in TAKES if name.startswith("nemotron")]
+HYBRID = [name for name in TAKES if name not in KV]
 
 
 @pytest.mark.parametrize("tiny", HYBRID, indirect=True)

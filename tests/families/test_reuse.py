@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from .cases import CASES, TAKES, pairs
+from .cases import CASES, KV, TAKES, pairs
 from .conftest import CLOSE, Tiny, same
-from .harness import Source
+from .harness import Source, reuse_at_most
 from .media_files import embedding_url, image
 
 SEED = 1
 CUTS = 40
 
-KV = [name for name in TAKES if not name.startswith("nemotron")]
 BUSIEST = ["video-with-sound", "audio-video-audio", "video-image-video", "audio-image", "image-image", "audio-audio"]
 """Of these each family takes the first that it can."""
 
@@ -27,18 +22,6 @@ BUSIEST = ["video-with-sound", "audio-video-audio", "video-image-video", "audio-
 def busiest(name: str) -> str:
     able = {case for family, case in pairs(CASES) if family == name}
     return next(case for case in BUSIEST if case in able)
-
-
-@contextmanager
-def reuse_at_most(worker: Any, tokens: int) -> Iterator[None]:
-    """Let the worker's cache find no more than the first ``tokens`` of a prompt, as if the rest had been evicted."""
-    cache = worker._engine.cache
-    match = cache.match
-    cache.match = lambda root, keys, blocks, limit: match(root, keys, blocks, min(limit, tokens))
-    try:
-        yield
-    finally:
-        del cache.match
 
 
 def whole_items(slot_item: np.ndarray, cut: int) -> int:
@@ -56,13 +39,13 @@ def check_cuts(tiny: Tiny, case: str, count: int) -> None:
     slots, last = first.layout.slot_item, first.prompt_tokens - 1
     cuts = np.unique(np.linspace(0, last, min(count, last + 1)).round().astype(int)).tolist()
     inside = [cut for cut in cuts if whole_items(slots, cut) != cut]
-    assert len(inside) >= 3
+    assert len(inside) >= 2
     for cut in cuts:
         with reuse_at_most(tiny.stack.prefill, cut):
             answer = tiny.ask(case, SEED, salt=salt, max_tokens=1)
         same(answer, expected)
         assert answer.cached == (whole_items(slots, cut) if tiny.name == "gemma3" else cut)
-    for cut in inside[:: len(inside) // 3]:
+    for cut in inside[:: max(1, len(inside) // 3)]:
         with reuse_at_most(tiny.stack.prefill, cut), reuse_at_most(tiny.stack.decode, cut):
             same(tiny.ask(case, SEED, salt=salt), expected)
 

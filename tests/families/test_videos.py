@@ -14,14 +14,13 @@ from dynamo.llm.exceptions import InvalidArgument
 
 from dynamo_epd.models import Media
 
-from .cases import TAKES
+from .cases import PRUNES, TAKES
 from .conftest import Tiny, same
 from .harness import Answer
 from .media_files import audio, image, still, video
 from .plain import Expected
 
 FILMS = [name for name, kinds in TAKES.items() if "video" in kinds]
-EVS = [name for name in FILMS if name.startswith("nemotron")]
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "as the model does": {},
@@ -107,7 +106,7 @@ def with_ids(expected: Expected, answer: Answer) -> Expected:
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.95])
-@pytest.mark.parametrize("tiny", EVS, indirect=True)
+@pytest.mark.parametrize("tiny", PRUNES, indirect=True)
 def test_pruned_video(tiny: Tiny, rate: float) -> None:
     """The rows that transformers keeps and no others; text stays; another rate makes another item."""
     film = still(4)
@@ -125,7 +124,7 @@ def test_pruned_video(tiny: Tiny, rate: float) -> None:
     assert answer.digests != whole.digests
 
 
-@pytest.mark.parametrize("tiny", EVS, indirect=True)
+@pytest.mark.parametrize("tiny", PRUNES, indirect=True)
 def test_pruning_follows_content(tiny: Tiny) -> None:
     """Two videos of one shape keep other rows, each what it keeps alone; mixed with a picture and a sound, too."""
     rate = {"video_pruning_rate": 0.6}
