@@ -24,6 +24,16 @@ from dynamo_epd.serve.stack import free_port
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "operations" / "dashboard.json"
 ALERTS = DASHBOARD.with_name("alerts.yaml")
+_UNITS = {
+    "s": (1e3, "ms"),
+    "bytes": (2**-10, "KiB"),
+    "Bps": (2**-10, "KiB/s"),
+    "reqps": (1.0, "/s"),
+    "ops": (1.0, "/s"),
+    "percentunit": (1e2, "%"),
+    "none": (1.0, ""),
+}
+"""Grafana's units: what to multiply by, and what to call it."""
 
 
 @contextlib.contextmanager
@@ -80,9 +90,8 @@ def draw(url: str, png: Path, seconds: float = 60.0) -> None:
     figure, axes = pyplot.subplots(-(-len(every) // 4), 4, figsize=(20, 14), constrained_layout=True)
     end = time.time()
     for panel, axis in zip(every, axes.flat, strict=False):
-        scale, unit = {"s": (1e3, "ms"), "bytes": (2**-20, "MiB"), "Bps": (2**-10, "KiB/s")}.get(
-            panel["fieldConfig"]["defaults"]["unit"], (1.0, panel["fieldConfig"]["defaults"]["unit"])
-        )
+        scale, unit = _UNITS[panel["fieldConfig"]["defaults"]["unit"]]
+        zeros = 0
         for target in panel["targets"]:
             answer = api(url, "query_range", query=query(target), start=end - seconds, end=end, step=1)
             for series in answer["result"]:
@@ -90,13 +99,18 @@ def draw(url: str, png: Path, seconds: float = 60.0) -> None:
                 label = target["legendFormat"]
                 for name, value in series["metric"].items():
                     label = label.replace("{{" + name + "}}", value or "-")
-                if points:
+                if any(value for _, value in points):
                     axis.plot(*zip(*points, strict=True), label=label, linewidth=1.3)
-        axis.set_title(f"{panel['title']} ({unit})" if unit != "none" else panel["title"], fontsize=11)
+                zeros += bool(points) and not any(value for _, value in points)
+        if zeros:
+            axis.plot([-seconds, 0], [0, 0], color="grey", label=f"{zeros} others are 0")
+        axis.set_title(f"{panel['title']} ({unit})" if unit else panel["title"], fontsize=11)
         axis.set_xlim(-seconds, 0)
-        axis.set_ylim(bottom=0)
+        if unit == "KiB":
+            axis.set_yscale("symlog", linthresh=1)
+        axis.set_ylim(bottom=0, top=None if axis.get_ylim()[1] > 0.06 else 1)
         axis.tick_params(labelsize=8)
-        axis.legend(fontsize=6, ncols=2, frameon=False, loc="upper left")
+        axis.legend(fontsize=7, ncols=2, framealpha=0.6, loc="best")
     figure.supxlabel("seconds before now", fontsize=10)
     figure.savefig(png, dpi=70)
     pyplot.close(figure)

@@ -14,9 +14,6 @@ from .conftest import MODEL, until
 
 pytestmark = pytest.mark.slow
 
-ROWS_BYTES = 9 * 128 * 4
-"""An embedding of the toy model: 9 rows."""
-
 
 async def trace(http, watched, *messages):
     """The answer, and the spans of the request's trace by service and name."""
