@@ -104,10 +104,10 @@ def encoder_calls(tiny: Tiny) -> Iterator[list[list[str]]]:
         calls.append([item.modality for item in items])
         return encode(items)
 
-    def submit_and_count(item: Any) -> Any:
+    def submit_and_count(*args: Any) -> Any:
         if next(arrived) > len(TAKES[tiny.name]):
             enough.set()
-        return submit(item)
+        return submit(*args)
 
     batcher._encode, batcher.submit = encode_and_tell, submit_and_count
     try:
