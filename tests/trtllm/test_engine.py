@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from dynamo_epd.contract.errors import InvalidMetadata, InvalidRequest, Unavailable
+from dynamo_epd.contract.errors import ConfigError, InvalidMetadata, InvalidRequest, Unavailable
 from dynamo_epd.contract.layout import PromptLayout
 from dynamo_epd.demo.toy_data import COLOUR, QUESTIONS, Picture, random_picture
 from dynamo_epd.engine.base import SamplingParams
+from dynamo_epd.engine.trtllm.engine_args import load, problems
 
 from .conftest import running
 from .prompts import answer, expected, family, make_request, stops
@@ -134,6 +135,35 @@ async def test_prefill_and_decode_on_two_engines(variant, kv_folder):
     assert list(kv_folder.iterdir()) == []
 
 
+def shared() -> dict:
+    """What is in shared memory, and nobody has opened yet."""
+    from tensorrt_llm._torch.shared_tensor import _TENSORS
+
+    return _TENSORS
+
+
+@pytest.mark.parametrize("pictures", [[RED], []])
+async def test_what_prefills_engine_shares_of_its_positions_is_let_go(seven, pictures):
+    async with running() as prefill:
+        _, last = await answer(prefill, make_request(pictures, ASK, prefill_only=True))
+        assert last.params is not None and "handle" not in json.dumps(last.params)
+    assert shared() == {}
+
+
+async def test_positions_that_cannot_be_opened_do_not_fail_the_request(seven, caplog):
+    async with running() as prefill:
+        prefill._names = replace(prefill._names, SharedTensorContainer=Unreadable)
+        _, last = await answer(prefill, make_request([RED], ASK, prefill_only=True))
+    assert last.params is not None and "mrope_position_ids_handle" in caplog.text
+    shared().clear()
+
+
+class Unreadable:
+    @staticmethod
+    def from_dict(handle):
+        raise RuntimeError("invalid device context")
+
+
 async def test_log_probabilities_cross_from_prefill_to_decode(seven):
     request = make_request([RED], COLOUR.text, sampling=SamplingParams(max_tokens=4, logprobs=2))
     async with running() as prefill, running() as decode:
@@ -197,6 +227,63 @@ async def test_what_only_the_engine_can_refuse_is_typed_and_leaves_it_alive(seve
         with pytest.raises(Unavailable, match=r"the engine failed on this request: RequestError: \[mrope\]"):
             await answer(engine, make_request([RED], ASK, position_ids=None))
         assert (await answer(engine, make_request([RED], ASK)))[0] == expected([RED], ASK)
+
+
+async def test_what_was_shared_for_a_request_that_the_engine_refuses_is_taken_back(seven):
+    async with running() as engine:
+        real, refusal = engine._llm.generate_async, engine._names.RequestError("it is too long")
+
+        def refuse(inputs, **_):
+            assert len(shared()) >= 3
+            raise refusal
+
+        engine._llm.generate_async = refuse
+        with pytest.raises(InvalidRequest, match="it is too long"):
+            await answer(engine, make_request([RED], ASK))
+        assert shared() == {}
+        engine._llm.generate_async = real
+        assert (await answer(engine, make_request([RED], ASK)))[0] == expected([RED], ASK)
+
+
+async def test_a_prompt_that_does_not_fit_one_step_where_it_must(seven):
+    async with running(enable_chunked_prefill=False, max_num_tokens=24) as engine:
+        with pytest.raises(InvalidRequest, match="enable_chunked_prefill: true"):
+            await answer(engine, make_request([RED], ASK))
+        assert shared() == {}
+        assert (await answer(engine, make_request([], "hi")))[0] == expected([], "hi")
+
+
+async def test_in_the_engines_own_process_nothing_is_shared(seven, monkeypatch):
+    monkeypatch.setenv("TLLM_WORKER_USE_SINGLE_PROCESS", "1")
+    async with running() as engine:
+        assert not engine.capabilities.to_handle
+        assert (await answer(engine, make_request([RED], ASK)))[0] == expected([RED], ASK)
+    async with running(tensor_parallel_size=2) as engine:
+        assert engine.capabilities.to_handle
+
+
+async def test_an_engine_that_does_not_tell_its_capacity(seven, caplog):
+    from tensorrt_llm import LLM
+
+    def silent(self):
+        raise NotImplementedError("not with this executor")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLM, "get_kv_cache_capacity", silent)
+        async with running() as engine:
+            assert (engine._info.tokens_per_block, engine._info.total_blocks) == (8, 256)
+    assert "not with this executor" in caplog.text
+
+
+def test_a_scheduler_that_computes_prompts_again():
+    with pytest.raises(ConfigError, match="GUARANTEED_NO_EVICT"):
+        load(None, json.dumps({"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}))
+    assert load(None, json.dumps({"scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"}})).values
+
+
+@pytest.mark.parametrize(("value", "fits"), [(True, True), ("auto", True), ("bool", False), (1, False), ([], False)])
+def test_the_choice_of_a_cache_manager(value, fits):
+    assert bool(problems({"kv_cache_config": {"use_kv_cache_manager_v2": value}})) is not fits
 
 
 async def test_a_prompt_that_is_too_long(seven):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -95,17 +96,43 @@ async def test_a_stream_that_fails_is_read_again(seven):
     events: list = []
     async with running() as engine:
         engine.listen(events.append)
-        real, failures = engine._llm.get_kv_cache_events_async, iter([True, True])
+        real, failures = engine._llm.get_kv_cache_events, iter([True, True])
 
         def flaky(timeout):
             if next(failures, False):
                 raise ConnectionError("lost")
             return real(timeout)
 
-        engine._llm.get_kv_cache_events_async = flaky
+        engine._llm.get_kv_cache_events = flaky
         await answer(engine, make(RED))
         await settle(engine, events, 16)
         assert engine._events.malformed == 2
+
+
+async def test_an_engine_that_never_answers_the_question_for_events_holds_up_nothing(seven):
+    asked, release = threading.Event(), threading.Event()
+
+    def silent(timeout):
+        asked.set()
+        release.wait(30)
+        return []
+
+    async with running() as engine:
+        engine._llm.get_kv_cache_events = silent
+        tokens, _ = await answer(engine, make(RED))
+        assert await asyncio.to_thread(asked.wait, 10)
+        assert (await answer(engine, make(RED)))[0] == tokens
+    assert not release.is_set()
+    release.set()
+
+
+async def test_nothing_is_asked_before_the_first_request(variant):
+    async with running() as engine:
+        await asyncio.sleep(0.05)
+        assert engine._events.malformed == 0 and not engine._poller.done()
+        await answer(engine, make(BLUE))
+        await asyncio.sleep(0.05)
+        assert engine._events.malformed == 0
 
 
 @pytest.mark.parametrize(("options", "reuse"), [({"kv_events": False}, True), ({}, False)])

@@ -144,6 +144,46 @@ def test_a_prompt_keyed_by_a_salt_of_its_content_is_published_under_the_callers_
         assert list(event.token_ids) == prompt.router[:12] and event.cache_salt == "caller"
 
 
+def renamed(blocks, salt=None):
+    """V2's blocks under names that nothing here can compute: another release, another way to make a name."""
+    return [{**one, "block_hash": f"{i:02x}" * 32, "cache_salt": salt} for i, one in enumerate(blocks, start=1)]
+
+
+@pytest.mark.parametrize("salt", [None, "caller"])
+def test_a_block_whose_name_nobody_knows_is_found_by_what_it_holds(salt):
+    a, b = Prompt(ROUTE_A, salt=salt), Prompt(ROUTE_B, salt=salt)
+    t = translator(a, b)
+    first, *rest = renamed(a.blocks("v2"), salt)
+    [event] = t.translate(stored([first]))
+    [more] = t.translate(stored(rest, first["block_hash"]))
+    assert [*event.token_ids, *more.token_ids] == a.router[:12]
+    assert more.parent_hash == event.block_hashes[0] and more.cache_salt == salt
+    assert t.unknown == 0 and t.published_blocks == len(t._keys) == 3
+    t.translate(removed(*(one["block_hash"] for one in [first, *rest])))
+    assert t.published_blocks == len(t._keys) == 0
+
+
+def test_what_a_block_holds_is_not_enough_under_another_salt_or_behind_another_parent():
+    prompt, other = Prompt(salt="caller"), Prompt(before=7, salt="caller")
+    t = translator(prompt)
+    blocks = renamed(prompt.blocks("v2"), "somebody")
+    assert t.translate(stored(blocks)) == [] and t.unknown == 1
+    first = renamed(other.blocks("v2"), "caller")[0]
+    assert len(t.translate(stored([first]))) == 1
+    theirs = {**renamed(prompt.blocks("v2"), "caller")[1], "block_hash": "dd" * 32}
+    assert t.translate(stored([theirs], first["block_hash"])) == [] and t.unknown == 2
+
+
+def test_v1_names_under_the_v2_manager():
+    # Text has V1's name, and everything from the first digest on the beginning of V2's.
+    prompt = Prompt(before=6)
+    t = translator(prompt)
+    v1, v2 = list(prompt.blocks("v1")), list(prompt.blocks("v2-64"))
+    blocks = [{**v2[0], "block_hash": v1[0]["block_hash"]}, *v2[1:]]
+    [event] = t.translate(stored(blocks))
+    assert list(event.token_ids) == prompt.router[:16] and t.unknown == 0
+
+
 def test_text_needs_no_remembering_and_carries_salt_and_adapter():
     t = translator()
     one = stored([block(5, [1, 2, 3, 4], cache_salt="s")], 0, lora_name="adapter")

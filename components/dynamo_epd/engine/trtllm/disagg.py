@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from ..base import EngineOutput, Logprob
 from .capabilities import Capabilities
 from .names import Names
 
+logger = logging.getLogger(__name__)
+
 PARAMS_VERSION = 1
 ENGINE = "trtllm"
 """What tells these params from the reference engine's."""
@@ -29,6 +32,7 @@ _WORKER_SLOTS = 1021
 _PROCESS_BITS = 6
 
 _SCALARS = (bool, int, float, str)
+_POSITIONS = ("mrope_position_ids_handle", "mrope_position_deltas_handle")
 
 
 class PrefillParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -106,6 +110,22 @@ def encode(params: Any, caps: Capabilities, *, num_tokens: int, cached_tokens: i
             first_gen_log_probs=_to_json(getattr(params, "first_gen_log_probs", None)),
         )
     )
+
+
+def take_positions(params: Any, names: Names) -> None:
+    """Open the M-RoPE positions that prefill's engine shares with every answer, and let go of them.
+
+    Decode gets its positions from the prompt, in another process tree, where these handles mean nothing. But the engine
+    keeps the (device) memory behind a handle until somebody has opened it.
+    """
+    for name in _POSITIONS:
+        handle = getattr(params, name, None)
+        if handle is None or names.SharedTensorContainer is None:
+            continue
+        try:
+            names.SharedTensorContainer.from_dict(handle).get_local_view()
+        except Exception as error:
+            logger.warning("prefill's engine keeps the memory of a %s, which cannot be opened: %r", name, error)
 
 
 def encode_finished(output: EngineOutput, *, num_tokens: int) -> dict[str, Any]:

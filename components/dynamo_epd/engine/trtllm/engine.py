@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from . import disagg
 from .capabilities import Capabilities, check, probe
 from .engine_args import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_NUM_TOKENS, EngineArgs, load, problems
 from .events import UNKNOWN, EventTranslator, KnownPrompt
-from .inputs import MediaTokens, generation_inputs, preprocessed_inputs
+from .inputs import MediaTokens, drop_handles, generation_inputs, preprocessed_inputs
 from .keys import KeyDecision, KeyPolicy, decide
 from .names import Names, load_names
+from .reading import new_events
 from .sampling import HANDED_OVER, finish_reason, logprobs, sampling_options
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,9 @@ class TrtllmEngine:
         self, model_dir: Path, args: EngineArgs, names: Names, policy: KeyPolicy, *, dtype: str, kv_events: bool
     ):
         self._model_dir, self._args, self._names, self._caps = model_dir, args, names, policy.caps
+        if args.in_process:
+            # A process cannot open the handles of its own device memory, and here it need not.
+            self._caps = replace(self._caps, to_handle=False)
         self._policy, self._dtype = policy, dtype
         self._kv_events = kv_events and args.block_reuse and self._caps.kv_events and not policy.placeholder
         self._llm: Any = None
@@ -89,6 +94,7 @@ class TrtllmEngine:
         self._listeners: list[KVEventListener] = []
         self._events: EventTranslator | None = None
         self._poller: asyncio.Task[None] | None = None
+        self._asked = asyncio.Event()
         self._aborting: set[asyncio.Task[None]] = set()
 
     @property
@@ -104,7 +110,7 @@ class TrtllmEngine:
             raise ConfigError(f"TensorRT-LLM {self._caps.version} does not start: {error}") from error
         args, values = getattr(self._llm, "args", None), self._args.values
         text = _text_config(self._model_dir, bool(values.get("trust_remote_code")))
-        capacity = self._llm.get_kv_cache_capacity() if self._caps.capacity else {}
+        capacity = self._capacity()
         block = int(capacity.get("tokensPerBlock") or self._args.tokens_per_block)
         budget = self._args.kv_cache.get("max_tokens")
 
@@ -164,6 +170,16 @@ class TrtllmEngine:
     def listen(self, listener: KVEventListener) -> None:
         self._listeners.append(listener)
 
+    def _capacity(self) -> dict[str, Any]:
+        """The engine's own count of its blocks; empty where this release, or this way to run it, has none."""
+        if not self._caps.capacity:
+            return {}
+        try:
+            return self._llm.get_kv_cache_capacity() or {}
+        except Exception as error:
+            logger.warning("the engine does not tell its KV capacity, so that of the engine YAML counts: %r", error)
+            return {}
+
     def used_blocks(self) -> int:
         """Blocks known to be reusable; the engine does not tell those in use."""
         return self._events.published_blocks if self._events is not None else 0
@@ -183,35 +199,45 @@ class TrtllmEngine:
         if self._mrope and request.position_ids is None:
             # TensorRT-LLM would find out in the middle of a step, and fail all requests of its batch.
             raise InvalidMetadata("position_ids", "are missing, and this model has rotary positions on three axes")
+        n, most = len(request.layout), 0 if self._info is None else self._info.max_num_tokens
+        if prefill is None and not self._args.chunked_prefill and n > most:
+            raise InvalidRequest(
+                f"the prompt has {n} tokens with its media, this worker computes {most} in one step: set "
+                "enable_chunked_prefill: true, or a larger max_num_tokens"
+            )
         decision = decide(request, self._policy)
         if decision.reason:
             logger.info("request %s: keys are %s: %s", request.request_id, decision.kind, decision.reason)
-        params = None
+        options: dict[str, Any] = {"streaming": not request.prefill_only}
         if prefill is not None:
-            params = disagg.generation_params(prefill, self._names, self._caps)
+            options["disaggregated_params"] = disagg.generation_params(prefill, self._names, self._caps)
         elif request.prefill_only:
-            params = disagg.context_params(self._names, self._caps, self._next_id())
+            options["disaggregated_params"] = disagg.context_params(self._names, self._caps, self._next_id())
+        if self._caps.cache_salt and decision.cache_salt is not None:
+            options["cache_salt"] = decision.cache_salt
+        try:
+            sampling = self._names.SamplingParams(
+                **sampling_options(request.sampling, prefill_only=request.prefill_only)
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"TensorRT-LLM refuses the sampling options: {error}") from error
         make: Callable[..., Any] = preprocessed_inputs if prefill is None else generation_inputs
         inputs = await asyncio.to_thread(
             make, self._names, self._caps, request, decision, self._media_tokens
         )  # copies embeddings
         if self._llm is None:
+            drop_handles(inputs)
             raise Unavailable("the engine is not running")
         self._remember(request, decision, inputs)
-        options: dict[str, Any] = {"streaming": not request.prefill_only}
-        if self._caps.cache_salt and decision.cache_salt is not None:
-            options["cache_salt"] = decision.cache_salt
-        if params is not None:
-            options["disaggregated_params"] = params
         try:
-            sampling = self._names.SamplingParams(
-                **sampling_options(request.sampling, prefill_only=request.prefill_only)
-            )
-            return self._llm.generate_async(inputs, sampling_params=sampling, **options)
-        except ValueError as error:
-            raise InvalidRequest(f"TensorRT-LLM refuses the request: {error}") from error
+            result = self._llm.generate_async(inputs, sampling_params=sampling, **options)
         except Exception as error:
+            if isinstance(error, ValueError) or self._rejected(error):
+                drop_handles(inputs)
+                raise InvalidRequest(f"TensorRT-LLM refuses the request: {error}") from error
             raise self._failure(error) from error
+        self._asked.set()
+        return result
 
     async def _outputs(
         self, result: Any, request: EngineRequest, cached: int | None
@@ -234,6 +260,7 @@ class TrtllmEngine:
                     cached_tokens=int(getattr(step, "cached_tokens", 0) or 0) if cached is None else cached,
                 )
                 if finished and request.prefill_only:
+                    disagg.take_positions(getattr(output, "disaggregated_params", None), self._names)
                     self._hand_over(answer, output, len(request.layout))
                 yield answer
                 if finished:
@@ -262,11 +289,14 @@ class TrtllmEngine:
         if isinstance(error, (InvalidRequest, Unavailable)):
             return error
         healthy = getattr(self._llm, "_check_health", None)
-        rejected = self._names.RequestError is not None and isinstance(error, self._names.RequestError)
-        if self._llm is not None and not rejected and (not callable(healthy) or not healthy()):
+        if self._llm is not None and not self._rejected(error) and (not callable(healthy) or not healthy()):
             self._fatal = f"{type(error).__name__}: {error}"
             logger.critical("the engine died, this worker must be restarted: %s", self._fatal)
         return Unavailable(f"the engine failed on this request: {type(error).__name__}: {error}")
+
+    def _rejected(self, error: Exception) -> bool:
+        """Whether the engine refused one request, and lives on."""
+        return self._names.RequestError is not None and isinstance(error, self._names.RequestError)
 
     def _abort(self, result: Any, *, now: bool) -> None:
         if now:
@@ -297,13 +327,15 @@ class TrtllmEngine:
     async def _poll(self, translator: EventTranslator) -> None:
         """Give the engine's block events to the listeners until cancelled. Nothing that an event holds ends it."""
         pause, trouble = _POLL_FIRST, ""
+        await self._asked.wait()  # before the first request, asking for events is an error
         while self._fatal is None:
             seen = False
             try:
-                async for event in self._llm.get_kv_cache_events_async(timeout=0):
-                    seen = True
-                    for translated in translator.translate(event):
-                        self._tell(translated)
+                async with contextlib.aclosing(new_events(self._llm)) as events:
+                    async for event in events:
+                        seen = True
+                        for translated in translator.translate(event):
+                            self._tell(translated)
             except Exception as error:
                 translator.malformed += 1
                 if trouble != (trouble := repr(error)):

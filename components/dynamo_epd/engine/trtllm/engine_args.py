@@ -9,6 +9,7 @@ know.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -62,6 +63,13 @@ class EngineArgs:
         """Whether KV can move between engines."""
         return bool((self.values.get("cache_transceiver_config") or {}).get("backend"))
 
+    @property
+    def in_process(self) -> bool:
+        """Whether TensorRT-LLM runs in this process instead of one of its own."""
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+        alone = all((self.values.get(name) or 1) == 1 for name in sizes)
+        return alone and os.environ.get("TLLM_WORKER_USE_SINGLE_PROCESS", "0") == "1"
+
     def llm_options(self, model_dir: Path | str, dtype: str, *, events: bool) -> dict[str, Any]:
         """Keyword arguments of ``LLM``.
 
@@ -94,6 +102,13 @@ def load(path: Path | str | None, override_json: str | None) -> EngineArgs:
     backend = values.pop("backend", "pytorch")
     if backend != "pytorch":
         raise ConfigError(f"engine key backend is {backend!r}: only pytorch takes embeddings from outside")
+    scheduler = values.get("scheduler_config")
+    if isinstance(scheduler, Mapping) and scheduler.get("capacity_scheduler_policy") == "MAX_UTILIZATION":
+        raise ConfigError(
+            "engine key scheduler_config.capacity_scheduler_policy is MAX_UTILIZATION: it takes the KV of running "
+            "requests away and computes their prompts again, when the media's embeddings are gone. Use "
+            "GUARANTEED_NO_EVICT"
+        )
     return EngineArgs(values)
 
 
@@ -121,14 +136,12 @@ def _problems(values: Mapping[str, Any], section: str, prefix: str) -> Iterator[
 
 
 def _fits(value: Any, kind: str) -> bool:
-    if kind == "bool":
-        return isinstance(value, bool)
     if isinstance(value, bool):
-        return False
+        return "bool" in kind.split("|")
     types: dict[str, type | tuple[type, ...]] = {
         "int": int, "float": (int, float), "str": str, "list": list, "map": Mapping,
     }  # fmt: skip
-    return isinstance(value, types[kind]) if kind in types else value in kind.split("|")
+    return isinstance(value, types[kind]) if kind in types else value != "bool" and value in kind.split("|")
 
 
 @cache

@@ -4,8 +4,10 @@
 The router hashes an image's tokens as one number per image, the engine's events carry placeholder ids (V1 manager: plus
 ``mm_keys``, which may be the caller's uuids) or digests and item-local ids (V2). Neither says where in a block an image
 stands, or which image a uuid means. So the engine remembers the prompts that it sent, computes the keys that the engine
-will give their blocks, and looks a stored block up by its hash. A block with media that it does not know is not
-published, and neither is anything behind it.
+will give their blocks, and looks a stored block up by its name. Where an engine names blocks in a way of its own (V2
+does so where it is told to use V1's names, and releases differ in how a salt enters a name), the block is found by what
+it holds: its parent's key and its tokens. A block with media that is not known is not published, and neither is
+anything behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...contract import block_keys_v1
-from ...contract.block_keys import augmented_tokens, block_keys, root_key
+from ...contract.block_keys import augmented_tokens, block_keys, extend_key, root_key
 from ...contract.multimodal_input import MultimodalInput
 from ..base import BlocksRemoved, BlocksStored
 
@@ -58,10 +60,11 @@ class KnownPrompt:
 
 @dataclass(frozen=True)
 class _Place:
-    """The block that starts at ``start`` of ``prompt``."""
+    """The block that starts at ``start`` of ``prompt``; ``key`` is its V2 key, whatever its engine calls it."""
 
     prompt: KnownPrompt
     start: int
+    key: bytes
 
 
 class EventTranslator:
@@ -87,6 +90,7 @@ class EventTranslator:
         self._media_ids: set[int] = set()
         self._salted = False
         self._published: Counter[int] = Counter()
+        self._keys: dict[int, bytes] = {}
         self._partial: set[BlockHash] = set()
         self._window: int | None = None
         self._created = True
@@ -146,7 +150,7 @@ class EventTranslator:
             if number in self._published:
                 self._published[number] -= 1
                 if self._published[number] <= 0:
-                    del self._published[number]
+                    del self._published[number], self._keys[number]
                     yield number
 
     def _stored(self, data: Mapping[str, Any]) -> Iterator[BlocksStored]:
@@ -157,51 +161,53 @@ class EventTranslator:
         token_ids: list[int] = []
         first_parent = None if parent is None else router_hash(parent)
         salt = _one([data.get("cache_salt"), *(block.get("cache_salt") for block in data["blocks"])], "cache_salt")
+        key = root_key(None, salt) if parent is None else self._keys[router_hash(parent)]
+        keys: list[bytes] = []
         for block in data["blocks"]:
             tokens = [token["token_id"] for token in block["tokens"]]
             block_hash = block["block_hash"]
             if len(tokens) != self._block:
                 self._partial.add(block_hash)
                 break
-            found = self._routing_ids(block_hash, parent, tokens, block.get("mm_keys"))
+            found = self._routing_ids(block_hash, key, tokens, block.get("mm_keys"))
             if found is None:
                 break
-            ids, known = found
+            ids, known, key = found
             if known is not None:
                 salt = known.cache_salt
             hashes.append(router_hash(block_hash))
             token_ids += ids
-            parent = block_hash
+            keys.append(key)
         if hashes:
             again = self._published.keys() & set(hashes)
             self._published.update(hashes)
+            self._keys.update(zip(hashes, keys, strict=True))
             if len(again) < len(hashes):
                 yield BlocksStored(tuple(hashes), first_parent, tuple(token_ids), salt, data.get("lora_name"))
 
     def _routing_ids(
-        self,
-        block_hash: BlockHash,
-        parent: BlockHash | None,
-        tokens: list[int | str],
-        mm_keys: MmKeys,
-    ) -> tuple[list[int], KnownPrompt | None] | None:
-        """The router's ids of one full block, and the prompt that it comes from where it is known."""
+        self, block_hash: BlockHash, parent_key: bytes, tokens: list[int | str], mm_keys: MmKeys
+    ) -> tuple[list[int], KnownPrompt | None, bytes] | None:
+        """The router's ids of one full block, the prompt that it comes from where it is known, and its V2 key."""
         media = bool(mm_keys) or self._has_media(tokens)
         place = self._find(block_hash, media)
+        key = place.key if place is not None else _key(parent_key, tokens)
+        if place is None and (media or self._salted):
+            place = self._places.get(key.hex())
         if place is not None:
             ids = place.prompt.routing_ids[place.start : place.start + self._block]
             if not (ids == UNKNOWN).any():
-                return ids.tolist(), place.prompt
+                return ids.tolist(), place.prompt, key
         elif not media:
-            return [int(t) for t in tokens], None
-        elif (before := self._find(parent, media)) is not None:
+            return [int(t) for t in tokens], None, key
+        elif (before := self._places.get(parent_key.hex())) is not None:
             # The end of a known prompt, with generated text behind it in the same block.
             start = before.start + self._block
             ids = before.prompt.routing_ids[start:]
             head, tail = tokens[: len(ids)], tokens[len(ids) :]
             told = 0 < len(ids) < self._block and not (ids == UNKNOWN).any() and not self._has_media(tail)
             if told and self._same(before.prompt, start, head, mm_keys):
-                return [*ids.tolist(), *(int(t) for t in tail)], before.prompt
+                return [*ids.tolist(), *(int(t) for t in tail)], before.prompt, key
         self.unknown += media
         return None
 
@@ -219,9 +225,8 @@ class EventTranslator:
         form = [t.hex() if isinstance(t, bytes) else t for t in keyed[start : start + len(tokens)].tolist()]
         return form == list(tokens)
 
-    def _find(self, block_hash: BlockHash | None, media: bool) -> _Place | None:
-        if block_hash is None:
-            return None
+    def _find(self, block_hash: BlockHash, media: bool) -> _Place | None:
+        """The place of the block of this name."""
         self._hash_fresh()
         key = block_hash & _MASK64 if isinstance(block_hash, int) else block_hash
         place = self._places.get(key)
@@ -232,22 +237,26 @@ class EventTranslator:
                 hashes = block_keys_v1.block_hashes(
                     prompt.token_ids.tolist(), prompt.multimodal_input, self._block, cache_salt=prompt.engine_salt
                 )
-                self._add(prompt, hashes)
+                self._add(prompt, hashes, self._keys_of(prompt))
             place = self._places.get(key)
         return place
 
     def _hash_fresh(self) -> None:
         while self._fresh:
             prompt = self._fresh.popleft()
-            tokens = augmented_tokens(prompt.token_ids, prompt.multimodal_input, self._vocab_size)
-            keys = block_keys(tokens, self._block, root_key(None, prompt.engine_salt))
-            self._add(prompt, [key.hex() for key in keys])
-            self._add(prompt, [int.from_bytes(key[:8], "big") for key in keys])
+            keys = self._keys_of(prompt)
+            self._add(prompt, [key.hex() for key in keys], keys)
+            self._add(prompt, [int.from_bytes(key[:8], "big") for key in keys], keys)
             self._unhashed_v1.append(prompt)
 
-    def _add(self, prompt: KnownPrompt, hashes: Sequence[BlockHash]) -> None:
-        for index, block_hash in enumerate(hashes[: len(prompt.token_ids) // self._block]):
-            self._places[block_hash] = _Place(prompt, index * self._block)
+    def _keys_of(self, prompt: KnownPrompt) -> list[bytes]:
+        tokens = augmented_tokens(prompt.token_ids, prompt.multimodal_input, self._vocab_size)
+        return block_keys(tokens, self._block, root_key(None, prompt.engine_salt))
+
+    def _add(self, prompt: KnownPrompt, hashes: Sequence[BlockHash], keys: Sequence[bytes]) -> None:
+        full = len(prompt.token_ids) // self._block
+        for index, (block_hash, key) in enumerate(zip(hashes[:full], keys, strict=False)):
+            self._places[block_hash] = _Place(prompt, index * self._block, key)
             self._places.move_to_end(block_hash)
         while len(self._places) > self._max_blocks:
             self._places.popitem(last=False)
@@ -258,6 +267,10 @@ def router_hash(block_hash: BlockHash) -> int:
     if isinstance(block_hash, str):
         return int(block_hash[:16], 16) >> 1
     return (block_hash & _MASK64) >> 1
+
+
+def _key(parent: bytes, tokens: Sequence[int | str]) -> bytes:
+    return extend_key(parent, [bytes.fromhex(t) if isinstance(t, str) else int(t) for t in tokens])
 
 
 def _one(values: Sequence[str | None], name: str) -> str | None:

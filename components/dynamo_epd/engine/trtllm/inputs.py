@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from ..base import EngineRequest
 from .capabilities import Capabilities
 from .keys import metadata
 from .names import Names
+
+logger = logging.getLogger(__name__)
 
 _ITEM_TYPES: Mapping[str, int] = {"image": 0, "video": 1, "audio": 2}
 
@@ -119,6 +122,18 @@ def generation_inputs(
     layout = request.layout
     ids = media_tokens.apply(layout) if layout.num_items else layout.token_ids
     return _inputs(names, caps, request, decision, ids, {})
+
+
+def drop_handles(inputs: Any) -> None:
+    """Take back what was shared for an engine that never got it: shared memory lives until somebody has opened it."""
+    params = inputs.multimodal_params
+    if params is None or not callable(getattr(params, "to_tensor", None)):
+        return
+    try:
+        params.to_tensor("multimodal_data")
+    except Exception as error:
+        # Device memory cannot be opened by the process that shared it.
+        logger.warning("the embeddings of a refused request stay in memory: %r", error)
 
 
 def _inputs(

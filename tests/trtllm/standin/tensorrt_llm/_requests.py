@@ -19,6 +19,7 @@ from dynamo_epd.contract.multimodal_input import MultimodalInput, digest_to_word
 from dynamo_epd.engine.base import EngineOutput, EngineRequest, Logprob, RemoteKV, SamplingParams
 
 from ._rules import PREFIX_SUM, VARIANT, refuse
+from ._torch.shared_tensor import SharedTensorContainer
 from .executor.result import Logprob as EngineLogprob
 from .llmapi.disagg_params import DisaggregatedParams
 
@@ -216,7 +217,15 @@ def handed_over(last: EngineOutput, made: Made, request_id: int, disagg: Any) ->
                 {t: EngineLogprob(v, i + 1) for i, (t, v) in enumerate(entry.top)}
                 | {last.token_ids[0]: EngineLogprob(entry.chosen, None)}
             ]
+        if made.request.position_ids is not None:
+            # "shared-positions"
+            fields["mrope_position_ids_handle"] = _shared(torch.from_numpy(made.request.position_ids.copy()))
+            fields["mrope_position_deltas_handle"] = _shared(torch.tensor([[made.request.position_delta]]))
     return DisaggregatedParams(**fields)
+
+
+def _shared(tensor: torch.Tensor) -> dict[str, Any]:
+    return SharedTensorContainer.from_tensor(tensor).dump_to_dict()
 
 
 def _remote(disagg: Any, n: int, sampling: Any) -> RemoteKV:

@@ -20,6 +20,9 @@ if VARIANT not in ("four", "seven", "item_runs"):
 PREFIX_SUM = VARIANT != "four"
 """Whether rows are found by ``multimodal_embed_mask_cumsum``."""
 
+EVENTS_BY_RPC = VARIANT == "seven"
+"""Whether block events are asked for in the engine's process, as in newer releases, or wait in a queue in this one."""
+
 RULES: dict[str, str] = {
     "plain-lists": "inputs/multimodal.py, _validate_int_list: boundary metadata must be list[int], no tensor or tuple",
     "hashes-lists": "inputs/multimodal.py, MultimodalInput.__post_init__: hashes are a list of lists of one length",
@@ -35,6 +38,12 @@ RULES: dict[str, str] = {
     "preprocessed": "llmapi/llm.py, BaseLLM.generate_async: PreprocessedInputs skips preprocessing; ids are list[int]",
     "llm-args": "llmapi/llm.py, BaseLLM.__init__: an argument that LlmArgs lacks is a ValueError",
     "max-tokens": "llmapi/llm.py, generate_async: a context-only request generates one token",
+    "max-num-tokens": "llmapi/llm.py, _check_arguments: a longer prompt is a RequestError where prefill is not chunked",
+    "events-queue": "executor/executor.py, aget_kv_events: asserts before the first request; llmapi/utils.py, "
+    "AsyncQueue.get: QueueEmpty where it may not wait; _SyncQueue.get: None at the end, which is no JSON",
+    "events-rpc": "executor/proxy.py, aget_kv_events and get_kv_events: a synchronous call to the worker's process",
+    "shared-positions": "pyexecutor's input preparation: set_mrope_position of every context-only request that has "
+    "both M-RoPE fields; shared_tensor.py: memory that was shared is kept until somebody has opened it",
     "max-seq-len": "executor/base_worker.py, _deduce_max_tokens: no room behind the prompt is an error",
     "transceiver": "executor/base_worker.py, _enqueue_request: disaggregated requests need cache_transceiver_config",
     "request-type": "disaggregated_params.py, DisaggregatedParams.__post_init__: one of three request types",

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import queue
@@ -19,7 +20,7 @@ from dynamo_epd.engine.base import EngineOutput
 from dynamo_epd.engine.trtllm.engine_args import problems
 
 from .. import _blocks, _requests
-from .._rules import PREFIX_SUM, VARIANT, refuse
+from .._rules import EVENTS_BY_RPC, PREFIX_SUM, VARIANT, refuse
 from ..executor.result import GenerationResult, Logprob
 from ..executor.utils import RequestError
 from ..inputs.multimodal import MultimodalParams
@@ -93,6 +94,8 @@ class LLM:
             max_batch_size=self._info.max_batch_size,
             max_num_tokens=self._info.max_num_tokens,
         )
+        self._executor = SimpleNamespace(rpc_client=object() if EVENTS_BY_RPC else None)
+        self._asked = False
         self._blocks = _blocks.Blocks(self._info.tokens_per_block, self._info.vocab_size)
         if self._events_kept:
             engine.listen(lambda event: [self._events.put(e) for e in self._blocks.events(event)])
@@ -144,6 +147,9 @@ class LLM:
             refuse("transceiver", "kv_cache_transceiver is disabled", AssertionError)
         if len(ids) >= self._info.max_seq_len:
             refuse("max-seq-len", f"the prompt has {len(ids)} tokens, max_seq_len is {self._info.max_seq_len}")
+        if not self._chunked and len(ids) > self._info.max_num_tokens:
+            refuse("max-num-tokens", f"prompt length {len(ids)} should not exceed max_num_tokens", RequestError)
+        self._asked = True
         sampling = sampling or SamplingParams()
         task: list[Future[None]] = []
         result = GenerationResult(next(_IDS), lambda: [t.cancel() for t in task])  # type: ignore[arg-type, return-value]
@@ -219,12 +225,33 @@ class LLM:
 
         return change
 
-    async def get_kv_cache_events_async(self, timeout: float | None = 2) -> Any:
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[Any]:
+        """``events-rpc``: waits for another process, so never in an event loop; ``events-queue``: not this way."""
+        if not EVENTS_BY_RPC:
+            refuse("events-queue", "the JSON object must be str, bytes or bytearray, not NoneType", TypeError)
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            refuse("events-rpc", "the event loop would stand still until the engine answers", AssertionError)
+        events = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                events.append(self._events.get_nowait())
+        return events
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> Any:
+        if EVENTS_BY_RPC:
+            refuse("events-rpc", "the event loop would stand still until the engine answers", AssertionError)
+        if not self._asked:
+            refuse("events-queue", "KV Event IterationResult is not properly instantiated", AssertionError)
+        return self._queued_events()
+
+    async def _queued_events(self) -> Any:
         while True:
             try:
-                yield self._events.get_nowait()
+                event = self._events.get_nowait()
             except queue.Empty:
-                return
+                raise asyncio.QueueEmpty from None
+            yield event
 
     def _check_health(self) -> bool:
         return self._fatal_error is None
