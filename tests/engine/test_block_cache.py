@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from dynamo_epd.contract.block_keys import AugmentedTokens, augmented_tokens, block_keys, root_key
 from dynamo_epd.contract.layout import PromptLayout
 from dynamo_epd.engine.base import BlocksRemoved, BlocksStored
+from dynamo_epd.engine.reference import block_cache
 from dynamo_epd.engine.reference.block_cache import BlockCache, Node, block_tokens
 
 SIZE = 4
@@ -114,6 +117,34 @@ def test_the_least_recently_used_leaf_goes_first_and_never_a_pinned_block() -> N
     cache.take(2)
     assert matched(cache, [3, 3, 3, 3]) == 4
     assert matched(cache, [1, 1, 1, 1]) == 0
+
+
+def test_eviction_looks_at_few_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comparison for each halving of the siblings, and none with other blocks, be they siblings or in chains."""
+    looked = 0
+
+    def counted(node: Node) -> tuple[int, ...]:
+        nonlocal looked
+        looked += 1
+        return node.tokens
+
+    class Counted(OrderedDict[Node, None]):
+        def __iter__(self) -> Iterator[Node]:
+            nonlocal looked
+            for node in super().__iter__():
+                looked += 1
+                yield node
+
+    cache = BlockCache(4096, SIZE)
+    for i in range(1024):
+        store(cache, [i % 32, i // 32, 0, 0, *range(8), 1])
+    cache._idle = Counted(cache._idle)
+    looked = 0
+    monkeypatch.setattr(block_cache, "_by_tokens", counted)
+    for evicted in range(1, 1025):
+        cache.take(1)
+        assert 0 < looked <= 13 * evicted
+    assert cache.used == 4096 and cache.available == 3072
 
 
 def test_an_equal_block_that_came_first_is_shared() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from dynamo_epd.contract.block_keys import AugmentedTokens, extend_key
 from dynamo_epd.engine.base import SamplingParams
-from dynamo_epd.engine.reference import ReferenceEngine
+from dynamo_epd.engine.reference import ReferenceEngine, sequence
 
 from .conftest import GAP, Item, MakeEngine, Prompt, Toy, ask, prefill
 
@@ -143,6 +145,39 @@ async def test_keys_without_digests_give_wrong_answers(chats: list[Conversation]
     engine = await make_engine(keys="placeholder")
     held = await hold_all(chats, [engine])
     assert len(held.wrong) > 5
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_keys_that_collide_cost_reuse_and_no_answer(
+    chats: list[Conversation], make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, engines: int
+) -> None:
+    """With keys of two bits, most blocks have the key of another one."""
+    collided = 0
+
+    def short(parent: bytes, tokens: AugmentedTokens) -> bytes:
+        return bytes([extend_key(parent, tokens)[0] & 3])
+
+    def chain(tokens: AugmentedTokens, size: int, root: bytes) -> list[bytes]:
+        keys = [root]
+        for start in range(0, len(tokens), size):
+            keys.append(short(keys[-1], tokens[start : start + size]))
+        return keys[1:]
+
+    running = [await make_engine(**CONFIGS["chunked"]) for _ in range(engines)]
+    commit = running[0].cache.commit
+
+    def counted(*args: Any) -> Any:
+        nonlocal collided
+        node = commit(*args)
+        collided += node is None
+        return node
+
+    monkeypatch.setattr(sequence, "extend_key", short)
+    monkeypatch.setattr(sequence, "block_keys", chain)
+    monkeypatch.setattr(running[0].cache, "commit", counted)
+    held = await hold_all(chats, running)
+    assert not held.wrong
+    assert collided > 20 and held.cached > 100
 
 
 @pytest.mark.slow

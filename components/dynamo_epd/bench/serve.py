@@ -119,6 +119,8 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def _bar(progress: Progress, description: str, total: int) -> Callable[[], None]:
+    if not progress.console.is_terminal:  # where bars are shown at the end only
+        progress.console.print(f"{description} ...")
     task = progress.add_task(description, total=total)
     return lambda: progress.advance(task)
 

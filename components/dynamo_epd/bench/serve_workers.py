@@ -12,7 +12,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,11 +82,10 @@ async def _worker_costs(count: int, advance: Callable[[], object]) -> dict[str, 
             handed.append(chunk["encoder_result"])
 
         handed: list[dict[str, Any]] = []
-        await _times(with_image, 10)
-        both_ms = await _times(with_image, count)
+        await _times((with_image, _call(agg, text)), 10)
+        both_ms, text_ms = await _times((with_image, _call(agg, text)), count)
         advance()
-        text_ms = await _times(lambda: _generate(agg, text), count)
-        encode_ms = await _times(encode_alone, count)
+        (encode_ms,) = await _times((encode_alone,), count)
         advance()
         encode_rate = await _rate([encode_alone] * count)
         advance()
@@ -148,14 +147,15 @@ def _call(worker: Any, request: dict[str, Any]) -> Callable[[], Awaitable[Any]]:
     return lambda: _generate(worker, request)
 
 
-async def _times(call: Callable[[], Awaitable[Any]], count: int) -> float:
-    """Median ms of ``count`` calls, one after the other."""
-    times = []
+async def _times(calls: Sequence[Callable[[], Awaitable[Any]]], count: int) -> list[float]:
+    """Median ms of each of ``calls``, made in turns ``count`` times, one after the other."""
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(count):
-        start = time.perf_counter()
-        await call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+        for call, of_call in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            await call()
+            of_call.append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(of_call) for of_call in times]
 
 
 async def _rate(calls: list[Callable[[], Awaitable[Any]]]) -> float:

@@ -43,6 +43,9 @@ from .observe import Observation
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# So many bytes are hashed in less time than a thread takes to answer, least of all one that decodes other items.
+_DIGEST_HERE = 1 << 16
+
 
 class EncodeWorker(EpdWorker):
     """Fetches, digests, and encodes what no request encoded before."""
@@ -183,7 +186,8 @@ class EncodeWorker(EpdWorker):
             work: Callable[[], Awaitable[Encoded]] = partial(self._take, ref, given, options)
         else:
             with seen.stage("digest", bytes=len(data)):
-                digest = await self._in_thread(media_items.digest, family, ref, data, options, self.args.encoder)
+                work_out = partial(media_items.digest, family, ref, data, options, self.args.encoder)
+                digest = work_out() if len(data) <= _DIGEST_HERE else await self._in_thread(work_out)
             work = partial(self._encode, ref, data, options, placeholder, seen)
 
         async def make() -> Encoded:
