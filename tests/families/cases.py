@@ -14,7 +14,7 @@ from .media_files import audio, image, video
 Part = str | Media
 
 TAKES: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("gemma3", "llama4", "llava_next", "mistral3", "pixtral"), frozenset({"image"})),
+    **dict.fromkeys(("gemma3", "idefics3", "llama4", "llava_next", "mistral3", "pixtral"), frozenset({"image"})),
     **dict.fromkeys(
         ("cosmos3_edge", "cosmos3_omni", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
         frozenset({"image", "video"}),
@@ -115,7 +115,7 @@ FILES = [(name, case) for name, case in pairs(ALONE) if not (name in PRUNES and 
 GRIDS = [
     (name, case)
     for name, case in FILES
-    if case != "audio" and name.startswith(("cosmos", "llama4", "mi", "pix", "qwen"))
+    if case != "audio" and name.startswith(("cosmos", "idefics3", "llama4", "mi", "pix", "qwen"))
 ]
 """Those that cannot be placed without a grid."""
 

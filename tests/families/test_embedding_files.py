@@ -21,7 +21,7 @@ from .media_files import audio, embedding_url, image
 
 SEED, OTHER = 1, 11
 
-PLACED = {"llama4": (1, 2, 2), "mistral3": (1, 6, 8), "pixtral": (1, 5, 7)}
+PLACED = {"idefics3": (1, 2, 2), "llama4": (1, 2, 2), "mistral3": (1, 6, 8), "pixtral": (1, 5, 7)}
 """Of the picture of the cases, where the family needs one and its positions do not have it: tiles, or patches."""
 
 IMAGES = [family for family, case in FILES if case == "image"]

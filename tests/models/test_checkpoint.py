@@ -21,7 +21,10 @@ from dynamo_epd.contract.errors import ConfigError
 from dynamo_epd.models import Media
 from dynamo_epd.models.checkpoint import LANGUAGE_MODEL, tensor_spans
 
+from .tiny import DATA
+
 WEIGHTS = "model.safetensors"
+MODELS = sorted(path.name for path in (DATA / "models").iterdir() if path.is_dir())
 
 
 def identity(path: Path) -> str:
@@ -116,6 +119,14 @@ def test_every_tensor_of_every_encoder_counts(model_dir, family):
         sizes = {s.name: torch.Size(s.shape).numel() for s in tensor_spans(model_dir(name))}
         # Some checkpoints keep buffers that the model does not: never fewer than the encoder's parameters.
         assert sum(sizes[n] for n in tower) >= own > 0, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_family_loads_its_language_model(name, model_dir, family):
+    """What is left of it in memory is a layer norm and a vocabulary of a few tokens."""
+    whole = sum(torch.Size(s.shape).numel() for s in tensor_spans(model_dir(name)) if LANGUAGE_MODEL.match(s.name))
+    loaded = sum(p.numel() for n, p in family(name).model.named_parameters() if LANGUAGE_MODEL.match(n))
+    assert whole > 100_000 and loaded < whole / 50
 
 
 def test_sharded_encoder_loads_the_same(copy, family):

@@ -58,7 +58,7 @@ def test_language_model_gets_the_same(case, family, full):
         assert delta == int(deltas)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "idefics3", "internvl"])
 def test_together_equals_alone(name, family):
     f = family(name)
     random = np.random.RandomState(3)
