@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +37,26 @@ async def test_embeddings_equal_our_own_encoders(variant):
         torch.testing.assert_close(got, want)
     await encoder.stop()
     await encoder.stop()
+
+
+async def test_a_video_is_given_as_its_loaders_give_it(variant):
+    frames = np.random.default_rng(0).integers(0, 255, (4, 56, 56, 3), dtype=np.uint8)
+    media = Media("video", frames, {"fps": 2.0, "total_frames": 8, "frame_indices": [0, 2, 4, 6]})
+    prepared = family().prepare(media, {})
+    encoder = TrtllmEncoder(TOY_MODEL)
+    await encoder.start()
+    asked, real = [], encoder._encoder.generate
+
+    def generate(prompts, use_tqdm):
+        asked.extend(prompt["multi_modal_data"]["video"] for prompt in prompts)
+        return real(prompts, use_tqdm=use_tqdm)
+
+    encoder._encoder.generate = generate
+    [got] = await encoder.encode([EncoderItem("video", frames, (367,), prepared.rows, {}, media.meta)])
+    torch.testing.assert_close(got, family().encode([prepared])[0])
+    [[video]] = asked
+    assert video.metadata == {"total_num_frames": 8, "fps": 2.0, "duration": 4.0, "frames_indices": [0, 2, 4, 6]}
+    assert sys.modules["tensorrt_llm._torch.shared_tensor"]._TENSORS == {}
 
 
 async def test_what_it_must_not_give(seven):

@@ -17,6 +17,8 @@ from dynamo_epd.contract.layout import PromptLayout
 from dynamo_epd.demo.toy_data import COLOUR, QUESTIONS, Picture, random_picture
 from dynamo_epd.engine.base import SamplingParams
 from dynamo_epd.engine.trtllm.engine_args import load, problems
+from dynamo_epd.engine.trtllm.inputs import MediaTokens, drop_handles, preprocessed_inputs
+from dynamo_epd.engine.trtllm.keys import decide
 
 from .conftest import running
 from .prompts import answer, expected, family, make_request, stops
@@ -273,6 +275,18 @@ async def test_an_engine_that_does_not_tell_its_capacity(seven, caplog):
         async with running() as engine:
             assert (engine._info.tokens_per_block, engine._info.total_blocks) == (8, 256)
     assert "not with this executor" in caplog.text
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+async def test_a_model_whose_items_attend_both_ways_is_told_so(seven, both_ways):
+    async with running() as engine:
+        engine._llm.input_processor.mm_bidirectional_blocks = both_ways
+        tokens = MediaTokens.of(engine._llm, engine._info.vocab_size)
+        request = make_request([RED], ASK)
+        decision = decide(request, engine._policy)
+        made = preprocessed_inputs(engine._names, engine._caps, request, decision, tokens)
+        assert made.multimodal_params.multimodal_data.get("mm_bidirectional_blocks", False) is both_ways
+        drop_handles(made)
 
 
 def test_a_scheduler_that_computes_prompts_again():

@@ -34,7 +34,7 @@ class Prompt:
         self.sent = [*ids.tolist(), *self.tail]
         self.router = [*self.routing.tolist(), *self.tail]
 
-    def blocks(self, manager):
+    def blocks(self, manager, name="my-uuid"):
         tokens = augmented_tokens(self.layout.token_ids, self.mm, VOCAB).append(self.tail)
         keys = block_keys(tokens, SIZE, root_key(None, self.salt))
         v1 = block_keys_v1.block_hashes(self.sent, self.mm, SIZE, cache_salt=self.salt)
@@ -43,7 +43,7 @@ class Prompt:
             cut = slice(i * SIZE, (i + 1) * SIZE)
             if manager == "v1":
                 # The caller's uuid stands where the digest would.
-                keys_shown = [{"type": "mm_key", "hash": "my-uuid", "start_offset": o} for _, o in extra[i]]
+                keys_shown = [{"type": "mm_key", "hash": name or d.hex(), "start_offset": o} for d, o in extra[i]]
                 yield block(v1[i], self.sent[cut], mm_keys=keys_shown)
             else:
                 shown = [t.hex() if isinstance(t, bytes) else t for t in tokens.tolist()[cut]]
@@ -145,15 +145,16 @@ def test_a_prompt_keyed_by_a_salt_of_its_content_is_published_under_the_callers_
 
 
 def renamed(blocks, salt=None):
-    """V2's blocks under names that nothing here can compute: another release, another way to make a name."""
+    """The blocks under names that nothing here can compute: another release, another way to make a name."""
     return [{**one, "block_hash": f"{i:02x}" * 32, "cache_salt": salt} for i, one in enumerate(blocks, start=1)]
 
 
+@pytest.mark.parametrize("manager", ["v1", "v2"])
 @pytest.mark.parametrize("salt", [None, "caller"])
-def test_a_block_whose_name_nobody_knows_is_found_by_what_it_holds(salt):
+def test_a_block_whose_name_nobody_knows_is_found_by_what_it_holds(salt, manager):
     a, b = Prompt(ROUTE_A, salt=salt), Prompt(ROUTE_B, salt=salt)
     t = translator(a, b)
-    first, *rest = renamed(a.blocks("v2"), salt)
+    first, *rest = renamed(a.blocks(manager, name=None), salt)
     [event] = t.translate(stored([first]))
     [more] = t.translate(stored(rest, first["block_hash"]))
     assert [*event.token_ids, *more.token_ids] == a.router[:12]
@@ -161,6 +162,17 @@ def test_a_block_whose_name_nobody_knows_is_found_by_what_it_holds(salt):
     assert t.unknown == 0 and t.published_blocks == len(t._keys) == 3
     t.translate(removed(*(one["block_hash"] for one in [first, *rest])))
     assert t.published_blocks == len(t._keys) == 0
+
+
+@pytest.mark.parametrize("change", [{"start_offset": 5}, {"hash": "bb" * 32}, {"hash": "my-uuid"}, {"hash": "zz" * 32}])
+def test_a_v1_block_whose_keys_say_something_else_is_not_found_by_what_it_holds(change):
+    prompt = Prompt()
+    t = translator(prompt)
+    blocks = renamed(prompt.blocks("v1", name=None))
+    blocks[0]["mm_keys"] = [{**blocks[0]["mm_keys"][0], **change}]
+    assert t.translate(stored(blocks)) == [] and (t.unknown, t.malformed) == (1, 0)
+    blocks[0]["mm_keys"] *= 2
+    assert t.translate(stored(blocks)) == [] and (t.unknown, t.malformed) == (2, 0)
 
 
 def test_what_a_block_holds_is_not_enough_under_another_salt_or_behind_another_parent():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...contract.errors import ConfigError, Unavailable
 from .capabilities import probe
+from .disagg import take_positions
 from .engine_args import load
 from .names import Names, load_names
 
@@ -33,6 +34,7 @@ class EncoderItem:
         placeholder_ids: the tokens that stand for the item in the unexpanded prompt.
         rows: embedding rows that it must give.
         kwargs: processor options of the request.
+        meta: as in ``Media``.
     """
 
     modality: Modality
@@ -40,6 +42,7 @@ class EncoderItem:
     placeholder_ids: tuple[int, ...]
     rows: int
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TrtllmEncoder:
@@ -74,7 +77,7 @@ class TrtllmEncoder:
         prompts = [
             {
                 "prompt_token_ids": list(item.placeholder_ids),
-                "multi_modal_data": {item.modality: [item.data]},
+                "multi_modal_data": {item.modality: [self._data(item)]},
                 "mm_processor_kwargs": dict(item.kwargs),
             }
             for item in items
@@ -92,8 +95,24 @@ class TrtllmEncoder:
         if encoder is not None:
             await asyncio.to_thread(encoder.shutdown)
 
+    def _data(self, item: EncoderItem) -> Any:
+        """The item as TensorRT-LLM's own loaders give it: a video is an object with PIL frames."""
+        if item.modality != "video" or self._names.VideoData is None:
+            return item.data
+        from PIL import Image
+
+        total, fps = item.meta.get("total_frames", len(item.data)), item.meta.get("fps")
+        metadata = {
+            "total_num_frames": total,
+            "frames_indices": list(item.meta.get("frame_indices", range(len(item.data)))),
+        }
+        if fps:
+            metadata |= {"fps": fps, "duration": total / fps}
+        return self._names.VideoData(frames=[Image.fromarray(frame) for frame in item.data], metadata=metadata)
+
     def _tensor(self, result: Any, item: EncoderItem, index: int) -> torch.Tensor:
         params = getattr(result, "disaggregated_params", None)
+        take_positions(params, self._names)
         handles = getattr(params, "multimodal_embedding_handles", None) or []
         if len(handles) != 1:
             raise Unavailable(f"item {index + 1}: TensorRT-LLM's encoder gave {len(handles)} embeddings for one item")

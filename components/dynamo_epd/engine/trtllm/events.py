@@ -13,6 +13,7 @@ anything behind it.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ...contract import block_keys_v1
-from ...contract.block_keys import augmented_tokens, block_keys, extend_key, root_key
+from ...contract.block_keys import Token, augmented_tokens, block_keys, extend_key, root_key
 from ...contract.multimodal_input import MultimodalInput
 from ..base import BlocksRemoved, BlocksStored
 
@@ -31,6 +32,7 @@ UNKNOWN = -1
 """In ``KnownPrompt.routing_ids``: the router has no id for this token, so a block with it is not published."""
 
 _MASK64 = 2**64 - 1
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 MmKeys = Sequence[Mapping[str, Any]] | None
 """V1: per run that touches a block its item's digest or uuid, and an offset."""
@@ -191,7 +193,7 @@ class EventTranslator:
         """The router's ids of one full block, the prompt that it comes from where it is known, and its V2 key."""
         media = bool(mm_keys) or self._has_media(tokens)
         place = self._find(block_hash, media)
-        key = place.key if place is not None else _key(parent_key, tokens)
+        key = place.key if place is not None else extend_key(parent_key, self._v2_form(tokens, mm_keys))
         if place is None and (media or self._salted):
             place = self._places.get(key.hex())
         if place is not None:
@@ -210,6 +212,25 @@ class EventTranslator:
                 return [*ids.tolist(), *(int(t) for t in tail)], before.prompt, key
         self.unknown += media
         return None
+
+    def _v2_form(self, tokens: list[int | str], mm_keys: MmKeys) -> list[Token]:
+        """One block's tokens as V2 has them in its keys.
+
+        V1's form is turned into V2's where it can be: where every key stands for one stretch of media ids, and by its
+        digest. What comes out otherwise is found nowhere.
+        """
+        out = [bytes.fromhex(t) if isinstance(t, str) else int(t) for t in tokens]
+        if not mm_keys or any(isinstance(t, bytes) for t in out):
+            return out
+        edges = np.flatnonzero(np.diff([False, *(self._has_media([t]) for t in tokens), False]))
+        if len(edges) != 2 * len(mm_keys) or not all(_DIGEST.fullmatch(key["hash"]) for key in mm_keys):
+            return out
+        for start, end, key in zip(edges[::2].tolist(), edges[1::2].tolist(), mm_keys, strict=True):
+            first = self._vocab_size + key["start_offset"]
+            out[start:end] = range(first, first + end - start)
+            if key["start_offset"] == 0:
+                out[start] = bytes.fromhex(key["hash"])
+        return out
 
     def _has_media(self, tokens: Sequence[int | str]) -> bool:
         return any(isinstance(t, str) or t >= self._vocab_size or t in self._media_ids for t in tokens)
@@ -267,10 +288,6 @@ def router_hash(block_hash: BlockHash) -> int:
     if isinstance(block_hash, str):
         return int(block_hash[:16], 16) >> 1
     return (block_hash & _MASK64) >> 1
-
-
-def _key(parent: bytes, tokens: Sequence[int | str]) -> bytes:
-    return extend_key(parent, [bytes.fromhex(t) if isinstance(t, str) else int(t) for t in tokens])
 
 
 def _one(values: Sequence[str | None], name: str) -> str | None:

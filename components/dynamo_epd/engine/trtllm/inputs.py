@@ -34,11 +34,13 @@ class MediaTokens:
         ids: these ids; None where every id from ``vocab_size`` on is one.
         sentinel: an id that is always taken so, or None where the version has no such id.
         vocab_size: first id that is no text.
+        bidirectional: an item's tokens attend to those behind them, so none of its runs may be computed in parts.
     """
 
     ids: frozenset[int] | None
     sentinel: int | None
     vocab_size: int
+    bidirectional: bool = False
 
     @classmethod
     def of(cls, llm: Any, vocab_size: int) -> MediaTokens:
@@ -57,7 +59,8 @@ class MediaTokens:
         ids = _id_set(_call(processor, "get_mm_token_ids"))
         if ids is not None:
             ids -= _id_set(_call(processor, "get_mm_special_token_ids")) or frozenset()
-        return cls(ids, None if sentinel is None else int(sentinel), vocab_size)
+        bidirectional = bool(getattr(processor, "mm_bidirectional_blocks", False))
+        return cls(ids, None if sentinel is None else int(sentinel), vocab_size, bidirectional)
 
     def mask(self, token_ids: np.ndarray) -> np.ndarray:
         """bool ``[n]``: where the model will put embedding rows."""
@@ -110,6 +113,8 @@ def preprocessed_inputs(
         data["multimodal_embedding_lengths"] = layout.rows.tolist()
         data["multimodal_embed_mask_cumsum"] = torch.from_numpy(layout.row_cumsum.copy())
         data["special_token_offsets"] = special_token_offsets(layout)
+        if media_tokens.bidirectional:
+            data["mm_bidirectional_blocks"] = True
         if len(request.modalities) == layout.num_items:
             data["layout_metadata"] = {"item_types": [_ITEM_TYPES[name] for name in request.modalities]}
     return _inputs(names, caps, request, decision, ids, data)

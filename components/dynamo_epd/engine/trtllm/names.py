@@ -17,6 +17,7 @@ REQUIRED: Mapping[str, str] = {
 """Name -> module; without one of these there is no engine."""
 
 OPTIONAL: Mapping[str, str] = {
+    "VideoData": "tensorrt_llm.inputs.utils",
     "PreprocessedInputs": "tensorrt_llm.llmapi.llm",
     "MultimodalInput": "tensorrt_llm.inputs.multimodal",
     "MultimodalParams": "tensorrt_llm.inputs.multimodal",
@@ -48,6 +49,7 @@ class Names:
     get_global_disagg_request_id: Any = None
     MultimodalEncoder: Any = None
     SharedTensorContainer: Any = None
+    VideoData: Any = None
 
 
 def load_names() -> Names:

@@ -34,6 +34,8 @@ RULES: dict[str, str] = {
     "runs": "the same: offsets from 0, not decreasing, to the number of runs; lengths sum; runs ordered; int32",
     "item-runs": "the item-run line's prepare_multimodal_item_runs: (start, length, offsets), ordered, in the run, "
     "globally without overlap",
+    "video-data": "inputs/multimodal_data.py, VideoData: one frame or more, and a dict of metadata; input processors "
+    "read video.frames",
     "to-handle": "inputs/multimodal.py, MultimodalParams.to_handle: only 'multimodal_data'",
     "preprocessed": "llmapi/llm.py, BaseLLM.generate_async: PreprocessedInputs skips preprocessing; ids are list[int]",
     "llm-args": "llmapi/llm.py, BaseLLM.__init__: an argument that LlmArgs lacks is a ValueError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._torch.shared_tensor import SharedTensorContainer
@@ -19,21 +20,34 @@ class MultimodalEncoder:
         self._family = models.load(model, tower=True)
 
     def generate(self, inputs: list[dict[str, Any]], use_tqdm: bool = True) -> list[Any]:
-        from dynamo_epd.models.base import Media
-
         results = []
         for prompt in inputs:
             items = [
-                self._family.prepare(Media(modality, item), prompt.get("mm_processor_kwargs") or {})
+                self._family.prepare(_media(modality, item), prompt.get("mm_processor_kwargs") or {})
                 for modality, data in prompt["multi_modal_data"].items()
                 for item in data
             ]
             embeddings: list[torch.Tensor] = self._family.encode(items)
-            handles = [SharedTensorContainer.from_tensor(e.clone()).dump_to_dict() for e in embeddings]
-            results.append(
-                SimpleNamespace(disaggregated_params=DisaggregatedParams(multimodal_embedding_handles=handles))
-            )
+            params = DisaggregatedParams(multimodal_embedding_handles=[_shared(e.clone()) for e in embeddings])
+            if hasattr(params, "mrope_position_ids_handle"):
+                params.mrope_position_ids_handle = _shared(torch.zeros(3, 1, 1))
+                params.mrope_position_deltas_handle = _shared(torch.zeros(1, 1))
+            results.append(SimpleNamespace(disaggregated_params=params))
         return results
 
     def shutdown(self) -> None:
         self._family = None
+
+
+def _shared(tensor: torch.Tensor) -> dict[str, Any]:
+    return SharedTensorContainer.from_tensor(tensor).dump_to_dict()
+
+
+def _media(modality: str, item: Any) -> Any:
+    from dynamo_epd.models.base import Media
+
+    if modality != "video":
+        return Media(modality, item)
+    frames = np.stack([np.asarray(frame) for frame in item.frames])
+    meta = {"fps": item.metadata.get("fps"), "total_frames": item.metadata["total_num_frames"]}
+    return Media(modality, frames, {**meta, "frame_indices": item.metadata["frames_indices"]})
