@@ -95,6 +95,25 @@ async def test_errors_become_statuses_and_close_the_request():
     assert worker.closed.is_set() and counted(worker) == {"invalid": 1.0}
 
 
+async def test_a_worker_that_ends_lets_its_requests_finish(monkeypatch):
+    monkeypatch.setenv("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "10.2")
+    finishing, stuck = FakeWorker(chunk(1), chunk(2, "stop")), FakeWorker(chunk(1), None)
+    for worker, patient in ((finishing, True), (stuck, False)):
+        chunks = worker.generate({"token_ids": [1]}, Context("r"))
+        assert (await anext(chunks))["token_ids"] == [1]
+        ending = asyncio.ensure_future(worker.cleanup())
+        await asyncio.sleep(0)
+        if patient:
+            assert not hasattr(worker, "was_shut")
+            assert [c["token_ids"] async for c in chunks] == [[2]]
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                await anext(chunks)
+        await asyncio.wait_for(ending, 5)
+        assert worker.was_shut
+    assert (counted(finishing), counted(stuck)) == ({"ok": 1.0}, {"cancelled": 1.0})
+
+
 async def test_a_worker_that_ends_keeps_its_offers_until_they_are_taken():
     worker, log = FakeWorker(), []
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 
 _DRAIN_TICK = 0.05
+_RESERVE = 5.0
+"""Seconds that a worker keeps for ending its engine."""
 
 
 class EpdWorker(LLMEngine):
@@ -77,11 +80,16 @@ class EpdWorker(LLMEngine):
         register_engine_registry(metrics, self.observer.registry)
 
     async def cleanup(self) -> None:
+        """Let what is in flight end, and then everything else. Dynamo 1.6.1 waits for the requests of prefill alone."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _patience()
+        while self._steps and loop.time() < end:
+            await asyncio.sleep(_DRAIN_TICK)
         for step in list(self._steps.values()):
             step.cancel()
         await self.shut()
         if self.transfer is not None:
-            await self._drain(self.transfer)
+            await self._drain(self.transfer, end)
             await self.transfer.close()
             self.transfer = None
 
@@ -89,9 +97,8 @@ class EpdWorker(LLMEngine):
         """Whether nobody waits for what this worker has: Dynamo may end it."""
         return not self._steps and (self.transfer is None or not self.transfer.offering)
 
-    async def _drain(self, transfer: Transfer) -> None:
-        """Keep what is offered until it is taken or its time to live is over."""
-        end = asyncio.get_running_loop().time() + self.args.transfer.offer_ttl
+    async def _drain(self, transfer: Transfer, end: float) -> None:
+        """Keep what is offered until it is taken or its time to live is over, until ``end`` at the latest."""
         while transfer.offering and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(_DRAIN_TICK)
 
@@ -151,6 +158,19 @@ class EpdWorker(LLMEngine):
                     yield chunk
         finally:
             self._probing = False
+
+
+def _patience() -> float:
+    """Seconds for what is in flight: what Dynamo leaves of its own limit, at which it ends the process by force."""
+
+    def seconds(name: str, otherwise: float) -> float:
+        try:
+            return float(os.environ[name])
+        except (KeyError, ValueError):  # as Dynamo does
+            return otherwise
+
+    limit = seconds("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", 30.0)
+    return max(0.0, limit - seconds("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 5.0) - _RESERVE)
 
 
 def _id(context: Context) -> str:
