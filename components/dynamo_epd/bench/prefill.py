@@ -3,7 +3,8 @@
 
 Measured at the reference engine on the toy model, from the request to the first token. What exact keys cost where they
 buy nothing (the seven fields made and checked, the keys of all blocks derived) is timed between those runs and given as
-a share of the time to first token without reuse. Timed by itself, because it is less than that time varies.
+a share of the time to first token without reuse. Timed by itself, because it is less than that time varies: a prompt of
+as many tokens of text, which has no such fields, is measured as well, and shows by how much.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from statistics import median
 
@@ -51,10 +53,11 @@ def run(args: argparse.Namespace) -> int:
     if args.repeat < 1:
         raise InvalidRequest("--repeat must be at least 1")
     prompt = make_prompt(args.tokens, args.images)
-    on, off, metadata = asyncio.run(measure(prompt, args.repeat))
+    on, off, text, metadata = asyncio.run(measure(prompt, args.repeat))
     result = {
         "reuse_on_ttft_ms": round(median(on), 3),
         "reuse_off_ttft_ms": round(median(off), 3),
+        "reuse_off_text_ttft_ms": round(median(text), 3),
         "ratio": round(median(off) / median(on), 2),
         "metadata_overhead_percent": round(100 * median(metadata) / median(off), 2),
     }
@@ -64,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(prompt.layout):,} tokens, {prompt.layout.num_items} images, median of {args.repeat}")
     print(f"time to first token, reuse on:  {result['reuse_on_ttft_ms']:8.2f} ms")
     print(f"time to first token, reuse off: {result['reuse_off_ttft_ms']:8.2f} ms  ({result['ratio']}x)")
+    print(f"as many tokens of text, reuse off: {result['reuse_off_text_ttft_ms']:5.2f} ms")
     print(f"metadata, where nothing is reused: {result['metadata_overhead_percent']:.2f}% of the time to first token")
     return 0
 
@@ -83,6 +87,10 @@ class ImagePrompt:
     embeddings: Sequence[torch.Tensor]
     position_ids: np.ndarray
     position_delta: int
+
+    def text(self, name: str) -> EngineRequest:
+        """A request for one token after as many tokens of text."""
+        return EngineRequest(name, PromptLayout.text(self.layout.token_ids % TEXT_IDS), SamplingParams(max_tokens=1))
 
     def request(self, name: str) -> EngineRequest:
         """The request for one token."""
@@ -132,8 +140,8 @@ def make_prompt(tokens: int, images: int) -> ImagePrompt:
     return ImagePrompt(layout, digests, embeddings, np.concatenate(places, 1), position - len(ids))
 
 
-async def measure(prompt: ImagePrompt, repeat: int) -> tuple[list[float], list[float], list[float]]:
-    """Milliseconds to the first token with reuse and without, and milliseconds for the metadata alone."""
+async def measure(prompt: ImagePrompt, repeat: int) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Milliseconds to the first token with reuse, without, and of text without; then those for the metadata alone."""
     async with AsyncExitStack() as stack:
 
         async def start(reuse: bool) -> ReferenceEngine:
@@ -147,24 +155,27 @@ async def measure(prompt: ImagePrompt, repeat: int) -> tuple[list[float], list[f
             await engine.start()
             return engine
 
-        engines = await start(True), await start(False)
-        on, off, metadata = [], [], []
+        reusing, plain = await start(True), await start(False)
+        on, off, text, metadata = [], [], [], []
         for i in range(repeat + 1):
-            times = [await first_token(engine, prompt.request(str(i))) for engine in engines]
+            times = [
+                await first_token(engine, partial(make, str(i)))
+                for engine, make in ((reusing, prompt.request), (plain, prompt.request), (plain, prompt.text))
+            ]
             began = time.perf_counter()
             mm = prompt.layout.multimodal_input(prompt.digests)
-            ids = augmented_tokens(prompt.layout.token_ids, mm, engines[1].info.vocab_size)
-            block_keys(ids, engines[1].info.tokens_per_block, root_key())
+            ids = augmented_tokens(prompt.layout.token_ids, mm, plain.info.vocab_size)
+            block_keys(ids, plain.info.tokens_per_block, root_key())
             if i:  # the first round fills the cache and warms up
                 metadata.append(1e3 * (time.perf_counter() - began))
-                on.append(times[0])
-                off.append(times[1])
-        return on, off, metadata
+                for series, value in zip((on, off, text), times, strict=True):
+                    series.append(value)
+        return on, off, text, metadata
 
 
-async def first_token(engine: ReferenceEngine, request: EngineRequest) -> float:
-    """Milliseconds from the request to its first token."""
+async def first_token(engine: ReferenceEngine, make: Callable[[], EngineRequest]) -> float:
+    """Milliseconds from before the request is made to its first token."""
     began = time.perf_counter()
-    async with aclosing(engine.generate(request)) as outputs:
+    async with aclosing(engine.generate(make())) as outputs:
         await anext(outputs)
         return 1e3 * (time.perf_counter() - began)
