@@ -156,7 +156,10 @@ async def measure(prompt: ImagePrompt, repeat: int) -> tuple[list[float], list[f
             return engine
 
         reusing, plain = await start(True), await start(False)
-        on, off, text, metadata = [], [], [], []
+        on: list[float] = []
+        off: list[float] = []
+        text: list[float] = []
+        metadata: list[float] = []
         for i in range(repeat + 1):
             times = [
                 await first_token(engine, partial(make, str(i)))
