@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import yaml
 
 from dynamo_epd.engine.base import SamplingParams
 from dynamo_epd.engine.trtllm.capabilities import TABLE, probe, refusal
 from dynamo_epd.engine.trtllm.names import OPTIONAL, field_names, load_names
 from dynamo_epd.engine.trtllm.sampling import sampling_options
+
+ENGINE_YAMLS = [p for p in Path(__file__).parents[2].joinpath("configs").rglob("*.yaml") if p.parent.name != "serve"]
 
 pytestmark = [
     pytest.mark.trtllm,
@@ -73,21 +78,66 @@ def test_logprob(names):
 
 
 def test_reading_the_engine(names):
-    for name in ("get_kv_cache_events_async", "get_kv_cache_capacity", "shutdown"):
+    for name in ("get_kv_cache_events", "get_kv_cache_events_async", "get_kv_cache_capacity", "shutdown"):
         assert callable(getattr(names.LLM, name))
+    for name in ("get_kv_cache_events", "get_kv_cache_events_async"):
+        assert "timeout" in inspect.signature(getattr(names.LLM, name)).parameters
+    assert callable(names.LLM._check_health)
+    assert issubclass(names.RequestError, Exception) and not issubclass(names.RequestError, ValueError)
+
+
+def test_results():
+    from tensorrt_llm.executor.result import CompletionOutput
     from tensorrt_llm.llmapi.llm import RequestOutput
 
     assert callable(RequestOutput.abort) and hasattr(RequestOutput, "__aiter__")
+    assert isinstance(RequestOutput.outputs, property) and isinstance(RequestOutput.finished, property)
+    assert {"token_ids", "logprobs", "finish_reason", "disaggregated_params"} <= set(vars(CompletionOutput(0)))
 
 
-def test_engine_yaml_keys_are_known_to_llm_args():
-    from tensorrt_llm.llmapi.llm_args import KvCacheConfig, TorchLlmArgs
+def test_input_processors():
+    from tensorrt_llm.inputs.registry import BaseMultimodalInputProcessor
 
-    from dynamo_epd.engine.trtllm.engine_args import _schema
+    for name in ("get_vocab_size", "get_mm_token_ids", "get_mm_special_token_ids"):
+        assert callable(getattr(BaseMultimodalInputProcessor, name))
 
-    schema = _schema()
-    assert set(schema[""]) - {"backend"} <= set(TorchLlmArgs.model_fields)
-    assert set(schema["kv_cache_config"]) <= set(KvCacheConfig.model_fields)
+
+def test_an_empty_queue_of_events_is_an_exception_where_nothing_is_waited_for():
+    from tensorrt_llm.llmapi.utils import AsyncQueue
+
+    async def ask():
+        with pytest.raises(asyncio.QueueEmpty):
+            await AsyncQueue().get(timeout=0)
+
+    asyncio.run(ask())
+
+
+def test_encoder(names):
+    assert list(inspect.signature(names.MultimodalEncoder.generate).parameters)[1:3] == ["inputs", "use_tqdm"]
+    assert names.VideoData(frames=[object()], metadata={}).frames
+
+
+def nested(kind, section):
+    """The keys of every engine YAML here in one of ``LlmArgs``' sections, made into its class."""
+    for path in ENGINE_YAMLS:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")).get(section)
+        if values is not None:
+            yield path, kind(**values)
+
+
+def test_engine_yamls_are_known_to_llm_args():
+    from tensorrt_llm.llmapi import llm_args
+
+    assert len(ENGINE_YAMLS) > 40
+    for path in ENGINE_YAMLS:
+        assert set(yaml.safe_load(path.read_text(encoding="utf-8"))) <= {"backend", *llm_args.TorchLlmArgs.model_fields}
+    for kind, section in (
+        (llm_args.KvCacheConfig, "kv_cache_config"),
+        (llm_args.CacheTransceiverConfig, "cache_transceiver_config"),
+        (llm_args.CudaGraphConfig, "cuda_graph_config"),
+    ):
+        assert list(nested(kind, section))
+    assert "event_buffer_max_size" in llm_args.KvCacheConfig.model_fields
 
 
 def test_shared_tensors(names):
