@@ -78,6 +78,12 @@ def test_what_the_processes_get(planned, tmp_path, fakes):
     assert planned("--one-by-one")["Middle"].after == {"Back"}
 
 
+def test_asking_whether_a_worker_is_ready_leaves_nothing_in_its_log(planned):
+    assert planned()["Middle"].env["DYN_LOG"] == "info,tower_http=off" and "DYN_LOG" not in planned()["Front"].env
+    assert planned(environ={"DYN_LOG": "warn"})["Back"].env["DYN_LOG"] == "warn,tower_http=off"
+    assert "DYN_LOG" not in planned(environ={"DYN_LOG": "tower_http=info"})["Back"].env
+
+
 def test_one_host_finds_itself_by_files_in_a_private_folder(planned, tmp_path):
     env = planned()["Middle"].env
     assert env["DYN_DISCOVERY_BACKEND"] == "file" and env["DYN_FILE_KV"] == str(tmp_path / "discovery")
@@ -199,7 +205,7 @@ def test_a_dry_run_starts_nothing_and_prints_what_would_run(args, capsys):
     printed = capsys.readouterr().out
     commands = [line for line in printed.splitlines() if " -m fake_service" in line]
     assert [line.split("--name ")[1].split()[0] for line in commands] == ["Back", "Middle", "Front"]
-    assert "CUDA_VISIBLE_DEVICES=4,7 DYN_SYSTEM_PORT=" in commands[1]
+    assert "CUDA_VISIBLE_DEVICES=4,7 DYN_LOG=info,tower_http=off DYN_SYSTEM_PORT=" in commands[1]
     assert "# Middle: GPU 4,7; ready when http://127.0.0.1:" in printed
     assert "export DYN_DISCOVERY_BACKEND=file" in printed
     done = subprocess.run(["bash", "-n"], input=printed, text=True)

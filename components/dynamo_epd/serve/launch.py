@@ -104,6 +104,10 @@ def prepare(
             elif service.health:
                 port = claim_port(_port(config.env, port))
                 env["DYN_SYSTEM_PORT"] = str(port)
+                log = {**environ, **env}.get("DYN_LOG", "info")
+                if "tower_http" not in log:
+                    # Otherwise each question whether it is ready is an error in its log until it is.
+                    env["DYN_LOG"] = f"{log},tower_http=off"
                 probe = Probe("http", _within({**environ, **env}.get("DYN_SYSTEM_HOST", "")), port)
                 port += 1
             instances.append(

@@ -22,7 +22,6 @@ STOPPED, KEPT_FAILING, KILLED = 0, 3, 4
 """Exit statuses: everything ended as asked; a process could not be kept running; one had to be killed."""
 
 _USAGE = 2
-# Dynamo logs an error for each question that comes before it is ready.
 _FIRST_POLL, _LAST_POLL = 0.1, 2.0
 _DRAIN = 2.0
 
