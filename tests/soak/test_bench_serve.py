@@ -17,7 +17,7 @@ def test_the_workloads_prompts(monkeypatch):
     """1,500 to 3,000 tokens; pairs of conversations that differ in nothing but their pictures."""
     asked = []
     monkeypatch.setattr(
-        PlainTransformers, "answer", lambda self, messages, max_tokens: (asked.append([*messages]), ("red", []))[1]
+        serve_workload.Plain, "answer", lambda self, messages, max_tokens: (asked.append([*messages]), "red")[1]
     )
     conversations = serve_workload.Workload(20, 3).conversations(40)
     assert len(conversations) == 40 and all(len(conversation) == 3 for conversation in conversations)
@@ -26,6 +26,23 @@ def test_the_workloads_prompts(monkeypatch):
     lengths = [len(prompt) // 4 for prompt in prompts]
     assert min(lengths) >= 1500 and max(len(predictor.layout(messages)[0]) for messages in asked) <= 3000
     assert len({json.dumps(c[0].messages) for c in conversations}) == len(prompts) > len(set(prompts))
+
+
+def test_the_expected_answers_are_plain_transformers_own():
+    workload, plain = serve_workload.Workload(3, 3), PlainTransformers(TOY_MODEL)
+    asked = []
+    answer = serve_workload.Plain.answer
+
+    def noted(self, messages, max_tokens):
+        asked.append(([*messages], answer(self, messages, max_tokens)))
+        return asked[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_workload.Plain, "answer", noted)
+        workload.conversations(5)
+    assert len(asked) > 9
+    for messages, expected in asked[:1] + asked[-4:]:
+        assert plain.answer(messages, serve_workload.MAX_TOKENS)[0] == expected
 
 
 def test_arguments_that_cannot_be(capsys):
