@@ -34,6 +34,8 @@ pytestmark = [
 WORKERS = ("EncodeWorker", "PrefillWorker", "DecodeWorker")
 # Nothing but the cable may join the hosts, although they are one machine.
 BY_CABLE = tuple(f"--{name}.transfer-mode=write" for name in WORKERS) + ("--Environment.UCX_TLS=tcp",)
+# As in configs/serve/epd.yaml: KV events go from host to host, too.
+ROUTED = ("--Frontend.router-mode=kv", "--PrefillWorker.publish-kv-events=true")
 COLOURS = ("green", "yellow", "purple", "orange", "black")
 
 
@@ -45,7 +47,7 @@ class Deployment:
 
     def serve(self, number: int, *services: str) -> Part:
         media = f"--EncodeWorker.allowed-local-media-path={self.media}"
-        part = self.hosts.serve(self.hosts.hosts[number], *services, args=(*BY_CABLE, media))
+        part = self.hosts.serve(self.hosts.hosts[number], *services, args=(*BY_CABLE, *ROUTED, media))
         self.parts[f"{services[-1]} on host {number + 1}"] = part
         return part
 
