@@ -14,6 +14,7 @@ import pytest
 from dynamo_epd.demo.toy_data import BACKGROUND, COLOUR, FIRST_COLOUR, SECOND_SHAPE, SHAPE, TOY_MODEL, random_picture
 from dynamo_epd.serve.client import chat, user
 
+from ..families.media_files import url_of, video
 from .conftest import BLOCK, MODEL, READY, ROLE, routed_stack, started
 
 START = 4
@@ -119,6 +120,7 @@ async def test_the_router_believes_what_is_there(http, routed):
     """Over a random mix that outgrows the caches: neither a block too many (evicted, other salt) nor one too few."""
     rng = np.random.default_rng(5)
     pool = [random_picture(rng).draw() for _ in range(6)]
+    films = [url_of(video(seed, frames=4, size=(56, 56))) for seed in range(2)]
     texts = [letters(rng, LONG) for _ in range(16)]
     reused = evicted = 0
     stored = set()
@@ -126,7 +128,7 @@ async def test_the_router_believes_what_is_there(http, routed):
         options = {"cache_salt": str(rng.choice(["a", "b"]))} if rng.random() < 0.3 else {}
         question = [COLOUR, SHAPE, BACKGROUND][int(rng.integers(3))].text
         image, other = (pool[i] for i in rng.choice(len(pool), 2))
-        kind = rng.choice(["long", "image", "images", "uuid"], p=[0.6, 0.2, 0.1, 0.1])
+        kind = rng.choice(["long", "image", "images", "uuid", "video"], p=[0.55, 0.2, 0.1, 0.1, 0.05])
         if kind == "long":
             which = int(rng.integers(len(texts)))
             answer, route = await believes(http, routed, [user(texts[which], question)], **options)
@@ -134,6 +136,11 @@ async def test_the_router_believes_what_is_there(http, routed):
             stored.add((which, str(options)))
         elif kind == "uuid":
             messages = [user(texts[0][:30], image, question, uuid="u")]
+            answer, _ = await believes(http, routed, messages, known=START - 1 + 30, **options)
+        elif kind == "video":
+            film = {"type": "video_url", "video_url": {"url": films[int(rng.integers(2))]}}
+            content = [{"type": "text", "text": texts[1][:30]}, film, {"type": "text", "text": question}]
+            messages = [{"role": "user", "content": content}]
             answer, _ = await believes(http, routed, messages, known=START - 1 + 30, **options)
         else:
             parts = [image, other] if kind == "images" else [image]
