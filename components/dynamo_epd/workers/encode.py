@@ -220,7 +220,7 @@ class EncodeWorker(EpdWorker):
                 raise InvalidRequest("--encoder trtllm takes no video with its own sound", item=ref.label)
             else:
                 begun()
-                item = EncoderItem(ref.modality, media.data, tuple(placeholder), prepared.rows, options)
+                item = EncoderItem(ref.modality, media.data, tuple(placeholder), prepared.rows, options, media.meta)
                 tensors = await self._trtllm.encode([item])
             stage.set(bytes=sum(tensor.nbytes for tensor in tensors))
         for tensor in tensors:
