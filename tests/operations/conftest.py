@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from PIL import Image
 
 from dynamo_epd.demo.toy_data import COLOUR, TOY_MODEL, Picture
 from dynamo_epd.serve.client import user
@@ -50,6 +52,14 @@ class Watched:
 
     def log(self, name: str) -> str:
         return self.stack.log_path(name).read_text()
+
+
+def unseen() -> Image.Image:
+    """A picture that no worker has an embedding of."""
+    image = Picture("blue", "red", "circle").draw()
+    image.putpixel((0, 0), tuple(os.urandom(3)))
+    image.putpixel((0, 1), tuple(os.urandom(3)))
+    return image
 
 
 def until(what: str, holds: Callable[[], bool], deadline: float = DEADLINE) -> None:

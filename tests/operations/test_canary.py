@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from dynamo._core import Context
 from dynamo.llm.exceptions import HttpError, Unknown
 
+from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.demo.toy_data import TOY_MODEL
+from dynamo_epd.transfer import TransferConfig, open_transfer
 from dynamo_epd.workers.args import parse
 from dynamo_epd.workers.main import create_worker
 
@@ -136,6 +141,25 @@ async def test_one_that_hangs_is_not_joined_by_others(start):
     assert (await hanging)[-1]["finish_reason"]
     assert await check(worker, 3)
     assert (canaries(worker, "ok"), canaries(worker, "failed")) == (2, 2)
+
+
+@pytest.mark.parametrize("needs", [False, True])
+async def test_a_dead_peer_is_a_fault_where_the_operator_says_so(start, needs):
+    worker = await start("prefill", TOY_MODEL, "--offer-ttl", "60", *(["--health-needs-peers"] if needs else []))
+    config = TransferConfig(host="127.0.0.1", arena_bytes=1 << 20)
+    peer = await open_transfer(config)
+    slot = await peer.allocate(4096)
+    item = SimpleNamespace(embedding=peer.offer(slot, digest="d", shape=(4, 128), dtype="float32"))
+    await peer.close()
+    async with AsyncExitStack() as stack:
+        with pytest.raises(TransferError):
+            await worker.embeddings(SimpleNamespace(items=[item]), worker._unseen.request(Context("r")), stack)
+    if needs:
+        with pytest.raises(HttpError, match=item.embedding.endpoint):
+            await check(worker, 0)
+        peer = await open_transfer(replace(config, port=int(item.embedding.endpoint.rpartition(":")[2])))
+    assert await check(worker, 1)
+    await peer.close()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import yaml
 from dynamo_epd.demo.toy_data import COLOUR, SHAPE, Picture
 from dynamo_epd.serve.client import chat, user
 
-from .conftest import MODEL, until
+from .conftest import MODEL, unseen, until
 from .prometheus import ALERTS, api, draw, panels, prometheus, query
 
 pytestmark = [
@@ -34,14 +34,11 @@ LOAD_SECONDS = 25.0
 async def load(http, watched, seconds: float) -> None:
     """New and known pictures, text, what is refused, and what is cut off, a few at a time."""
     end = time.monotonic() + seconds
-    colours = ("red", "green", "blue", "yellow", "purple", "orange")
     turn = 0
     while time.monotonic() < end:
         turn += 1
-        new = Picture(colours[turn % 6], colours[(turn + 1) % 6], "circle").draw()
-        new.putpixel((0, 0), (turn % 256, turn // 256, 7))
         asked = [
-            user(new, COLOUR.text),
+            user(unseen(), COLOUR.text),
             user(Picture("blue", "red", "circle").draw(), (COLOUR, SHAPE)[turn % 2].text),
             user("Hello!"),
             user("data:image/png;base64,bm90IGEgcGljdHVyZQ==", COLOUR.text),

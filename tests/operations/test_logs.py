@@ -11,7 +11,7 @@ import pytest
 from dynamo_epd.demo.toy_data import COLOUR, Picture
 from dynamo_epd.serve.client import chat, png_data_url, user
 
-from .conftest import MODEL, until
+from .conftest import MODEL, unseen, until
 
 pytestmark = pytest.mark.slow
 
@@ -38,9 +38,9 @@ async def line_of(http, watched, role, *messages, **options):
 
 
 async def test_a_line_says_what_was_done_and_how_long_it_took(http, watched):
-    picture = Picture("yellow", "green", "square")
-    question = user(picture.draw(), COLOUR.text)
-    sizes = len(png_data_url(picture.draw()))
+    picture = unseen()
+    question = user(picture, COLOUR.text)
+    sizes = len(png_data_url(picture))
     _, encode = await line_of(http, watched, "encode", question)
     assert (encode["items"], encode["kept"], encode["outcome"]) == (1, 0, "ok")
     assert 0 < encode["bytes"] < sizes

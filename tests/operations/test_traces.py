@@ -7,10 +7,10 @@ import secrets
 
 import pytest
 
-from dynamo_epd.demo.toy_data import COLOUR, Picture
+from dynamo_epd.demo.toy_data import COLOUR
 from dynamo_epd.serve.client import chat, user
 
-from .conftest import MODEL, until
+from .conftest import MODEL, unseen, until
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +38,7 @@ def attributes(spans, service, name):
 
 
 async def test_all_spans_of_a_request_are_one_trace(http, watched):
-    pictures = Picture("blue", "red", "circle"), Picture("blue", "orange", "square")
-    question = user(*(p.draw() for p in pictures), COLOUR.text)
+    question = user(unseen(), unseen(), COLOUR.text)
     answer, spans = await trace(http, watched, question)
     found = {(span.service, span.name) for span in spans.values()}
     for role, stages in {

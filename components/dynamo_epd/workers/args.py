@@ -50,6 +50,7 @@ class WorkerArgs:
     isolate_embedding_cache_by_salt: bool
     transfer: TransferConfig
     publish_kv_events: bool
+    health_needs_peers: bool
     trace_requests: Path | None
     discovery_backend: str
     request_plane: str
@@ -99,6 +100,12 @@ def parser() -> argparse.ArgumentParser:
         "--publish-events-and-metrics",
         action="store_true",
         help="tell KV-aware routers which blocks are reusable",
+    )
+    g.add_argument(
+        "--health-needs-peers",
+        action="store_true",
+        help="the health check also fails while a peer that a transfer failed with, less than --offer-ttl ago, refuses "
+        "connections (default: a worker is not blamed for its peers)",
     )
     g.add_argument("--trace-requests", metavar="DIR", help="write one file per request for 'dynamo-epd explain'")
 
@@ -174,6 +181,7 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
         isolate_embedding_cache_by_salt=a.isolate_embedding_cache_by_salt,
         transfer=transfer,
         publish_kv_events=a.publish_kv_events,
+        health_needs_peers=a.health_needs_peers,
         trace_requests=Path(a.trace_requests) if a.trace_requests else None,
         discovery_backend=runtime.discovery_backend,
         request_plane=runtime.request_plane,

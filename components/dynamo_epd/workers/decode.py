@@ -74,7 +74,8 @@ class DecodeWorker(LanguageWorker):
 
         async def fetch(first_block: int) -> torch.Tensor:
             blocks = kv.shape[0] - first_block
-            with seen.stage("kv_transfer", blocks=blocks, bytes=kv.nbytes // kv.shape[0] * blocks):
+            stage = seen.stage("kv_transfer", blocks=blocks, bytes=kv.nbytes // kv.shape[0] * blocks)
+            with stage, self.peers.watch([kv]):
                 slot = await transfer.fetch(kv, first=first_block)
             stack.callback(slot.release)
             return slot.tensor((blocks, *kv.shape[1:]), kv.dtype)

@@ -31,6 +31,7 @@ from .ask import EncodeClient
 from .base import EpdWorker
 from .events import KVEventForwarder, LoadReporter
 from .observe import Observation
+from .peers import LostPeers
 from .prompt import Prompt, build_prompt, usable_handoff
 from .sampling import logprob_fields, parse_sampling
 from .trace import RequestTracer
@@ -62,6 +63,7 @@ class LanguageWorker(EpdWorker):
         )
         family = await asyncio.to_thread(models.load, a.model, tower=False)
         weights = await asyncio.to_thread(weights_fingerprint, a.model)
+        self.peers = LostPeers(a.transfer.offer_ttl)
         self._engine: Engine = create_engine(
             kind,
             model_dir=a.model,
@@ -115,6 +117,8 @@ class LanguageWorker(EpdWorker):
 
     async def probe(self, context: Context, seen: Observation) -> AsyncIterator[GenerateChunk]:
         """One token through the engine, of a prompt of one token; its block is nobody's."""
+        if self.args.health_needs_peers:
+            await self.peers.check()
         running = self._running
         request: GenerateRequest = {
             "token_ids": [bos_token_id_or(running.family.tokenizer, 0)],
@@ -191,7 +195,8 @@ class LanguageWorker(EpdWorker):
         if not prompt.items:
             return []
         refs = [item.embedding for item in prompt.items]
-        with seen.stage("transfer", items=len(refs), bytes=sum(ref.nbytes for ref in refs)):
+        stage = seen.stage("transfer", items=len(refs), bytes=sum(ref.nbytes for ref in refs))
+        with stage, self.peers.watch(refs):
             slots = await self._running.transfer.fetch_all(refs)
         for slot, ref in zip(slots, refs, strict=True):
             stack.callback(slot.release)
