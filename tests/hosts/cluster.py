@@ -67,7 +67,9 @@ class Cluster:
         """Run ``argv`` on ``host``; its output goes to ``name``.log."""
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
-            process = processes.spawn(host.command(*argv), {**os.environ, "DYN_LOG": "warn", **env}, ROOT, out)
+            process = processes.spawn(
+                host.command(*argv), {**os.environ, "DYN_LOG": "warn,links=info", **env}, ROOT, out
+            )
         self._ends.callback(_end, process)
         return process, log
 
