@@ -103,7 +103,9 @@ def draw(url: str, png: Path, seconds: float = 60.0) -> None:
                     axis.plot(*zip(*points, strict=True), label=label, linewidth=1.3)
                 zeros += bool(points) and not any(value for _, value in points)
         if zeros:
-            axis.plot([-seconds, 0], [0, 0], color="grey", label=f"{zeros} others are 0")
+            axis.plot(
+                [-seconds, 0], [0, 0], color="grey", label=f"{zeros} more are 0" if axis.lines else f"all {zeros} are 0"
+            )
         axis.set_title(f"{panel['title']} ({unit})" if unit else panel["title"], fontsize=11)
         axis.set_xlim(-seconds, 0)
         if unit == "KiB":
