@@ -100,6 +100,10 @@ def test_placeholder_text_counts_where_it_is_no_token(family):
         ({"crop_size": 100_000, "do_center_crop": True}, "crop_size is not used"),
         ({"size": "x"}, "size"),
         ({"padding": "max_length"}, "padding is not an option"),
+        ({"size": []}, "mm_processor_kwargs: a size lacks a side"),
+        ({"fps": 1e-320}, "fps is 1e-320, must be from 1e-06 to 1000000"),
+        ({"videos_kwargs": {"fps": float("inf")}}, "fps is inf, must be from"),
+        ({"num_frames": 1 << 31}, "num_frames is 2147483648, must be from 1 to 65536"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused(family, kwargs, message):
@@ -107,6 +111,33 @@ def test_options_that_cannot_be_honoured_are_refused(family, kwargs, message):
     for ask in (lambda: f.resolved_options("image", kwargs), lambda: f.prepare(IMAGE, kwargs)):
         with pytest.raises(InvalidRequest, match=message):
             ask()
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("gemma3", "size", 2),
+        ("internvl", "size", {"height": 28, "width": 28}),
+        ("llama4", "size", {"height": 28, "width": 28}),
+        ("phi4_multimodal", "size", {"height": 28, "width": 28}),
+        ("llava_next", "crop_size", 1),
+        ("idefics3", "max_image_size", {"longest_edge": 7}),
+    ],
+)
+def test_what_the_encoder_is_made_for_cannot_be_chosen(family, name, option, value):
+    """Another tile than the encoder's gives it other rows than the prompt has, or any number of tiles."""
+    f = family(name)
+    with pytest.raises(InvalidRequest, match=f"{option} is .* in this model and cannot be"):
+        f.prepare(IMAGE, {option: value})
+    usual = f.resolved_options("image", {})
+    assert f.resolved_options("image", {option: usual[option]}) == usual
+
+
+@pytest.mark.parametrize("name", ["phi4_multimodal", "qwen2_audio", "qwen2_5_omni"])
+def test_a_clip_is_filled_up_as_the_model_does(family, name):
+    for kwargs in ({"pad_to_multiple_of": 1 << 31}, {"max_length": 1 << 31}):
+        with pytest.raises(InvalidRequest, match="is not (used by|an option of) this model"):
+            family(name).resolved_options("audio", kwargs)
 
 
 def test_a_default_given_explicitly_changes_nothing(family):

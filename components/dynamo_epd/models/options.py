@@ -32,6 +32,8 @@ _OURS = frozenset(
 _ARCHITECTURE = frozenset(
     {
         "patch_size",
+        "crop_size",
+        "max_image_size",
         "merge_size",
         "temporal_patch_size",
         "spatial_merge_size",
@@ -47,8 +49,11 @@ _ARCHITECTURE = frozenset(
 """Options that the encoder's weights fix; a request may only repeat them."""
 
 
-_CANVAS = ("crop_size", "pad_size")
-"""Sizes that an image is filled up to."""
+_CANVAS = ("crop_size", "pad_size", "pad_to_multiple_of", "max_length")
+"""Sizes that an image or a clip is filled up to."""
+
+_RANGES: dict[str, tuple[float, float]] = {"fps": (1e-6, 1e6), "num_frames": (1, 1 << 16)}
+"""What a request may say of a video's frames. Times overflow, and lists of frames fill the memory, beyond."""
 
 
 def subprocessor(processor: Any, modality: Modality) -> Any | None:
@@ -106,10 +111,11 @@ def split(processor: Any, kwargs: Mapping[str, Any], extra: Mapping[str, Any]) -
             raise InvalidRequest(_unknown(name, frozenset().union(*known.values(), extra)))
         for modality in reached if value is not None else ():
             given[SECTION[modality]].setdefault(name, value)
-    for name in ("fps", "num_frames"):
-        frames = given["videos_kwargs"].get(name)
-        if isinstance(frames, (int, float)) and not frames > 0:
-            raise InvalidRequest(f"mm_processor_kwargs.{name} is {frames!r}, must be above 0")
+    for name, (least, most) in _RANGES.items():
+        asked = given["videos_kwargs"].get(name)
+        if isinstance(asked, (int, float)) and not least <= asked <= most:
+            allowed = "above 0" if asked <= 0 else f"from {least} to {most}"
+            raise InvalidRequest(f"mm_processor_kwargs.{name} is {asked!r}, must be {allowed}")
     return given
 
 
@@ -156,7 +162,8 @@ def resolve(processor: Any, modality: Modality, merged: Mapping[str, Any], base:
         for section in (base, merged)
     )
     for name, value in chosen.items():
-        if name in _ARCHITECTURE and name in usual and value != usual[name]:
+        fixed = name in _ARCHITECTURE or (name == "size" and _is_canvas(usual.get(name)))
+        if fixed and name in usual and value != usual[name]:
             raise InvalidRequest(
                 f"mm_processor_kwargs.{name} is {usual[name]!r} in this model and cannot be {value!r} in a request"
             )
@@ -175,7 +182,9 @@ def _standard(part: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     standardise = getattr(part, "_standardize_kwargs", None)
     try:
         values = standardise(**{k: v for k, v in options.items() if v is not None}) if standardise else options
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except LookupError as error:
+        raise InvalidRequest(f"mm_processor_kwargs: a size lacks a side ({error})") from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise InvalidRequest(f"mm_processor_kwargs: {error}") from error
     return {name: plain(value) for name, value in sorted(values.items()) if value is not None and name not in _OURS}
 
@@ -193,6 +202,11 @@ def plain(value: Any) -> Any:
     return (
         plain(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     )
+
+
+def _is_canvas(size: object) -> bool:
+    """Whether all images get this size, which the encoder then is made for, and not a size within a limit."""
+    return isinstance(size, Mapping) and {"height", "width"} <= size.keys()
 
 
 def _largest(value: Any) -> float | None:
