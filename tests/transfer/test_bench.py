@@ -50,7 +50,9 @@ def test_every_way_delivers(tls: str, tmp_path: Path, capsys: pytest.CaptureFixt
         pass
     args = parse("--tls", tls, *SMALL, "--json", *extra)
     assert args.run(args) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
+    shown = capsys.readouterr()
+    results = json.loads(shown.out)["results"]
+    assert "2 at a time" in shown.err
     assert {r["way"] for r in results} == set(bench.WAYS) and len(results) == 2 * len(bench.WAYS)
     assert not extra or plot.read_bytes().startswith(b"\x89PNG")
 

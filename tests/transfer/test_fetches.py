@@ -337,7 +337,7 @@ def test_checksums() -> None:
         for mine_first in (True, False):
             fetch = side.begin(peer)
             side.fetches.moved(fetch, None)
-            assert fetch.state is FetchState.CHECKING
+            assert fetch.state is FetchState.CHECKING and side.record.summing.pop() is fetch
             assert [m.request for m in peer.link.take() if isinstance(m, Check)] == [fetch.request]
             if mine_first:
                 side.fetches.summed(fetch, b"a" * 32)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..contract.errors import ConfigError
 
@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     if args.count < 8 or min(args.concurrency) < 1:
         raise ConfigError("--count must be at least 8, --concurrency at least 1")
     results = measure(args.ways, sizes, args.concurrency, args.count, args.tls)
+    # Machines read the standard output, people the table.
+    _print_table(results, args.tls, sys.stderr if args.json == "-" else sys.stdout)
     if args.json == "-":
         print(json.dumps({"results": results}))
-    else:
-        _print_table(results, args.tls)
-        if args.json:
-            Path(args.json).write_text(json.dumps({"results": results}, indent=1))
+    elif args.json:
+        Path(args.json).write_text(json.dumps({"results": results}, indent=1))
     if args.plot:
         _draw(results, args.tls, args.plot)
     return 0
@@ -78,8 +78,9 @@ def measure(
                 for lanes in concurrencies:
                     # Another order in each block, so that no way always follows the same one.
                     for way in [*ways[block % len(ways) :], *ways[: block % len(ways)]]:
-                        share = max(count // _BLOCKS, lanes) // lanes * lanes
-                        got = pairs[way].measure(size, share, 5 if block else 10, lanes)
+                        share = max(count // _BLOCKS // lanes, 2) * lanes
+                        warmup = max((5 if block else 10) // lanes, 1)
+                        got = pairs[way].measure(size, share, warmup, lanes)
                         times.setdefault((way, size, lanes), []).extend(got["times"])
                         seconds.setdefault((way, size, lanes), []).append(got["seconds"] / len(got["times"]))
     return [
@@ -167,7 +168,7 @@ class _Pair:
         return line
 
 
-def _print_table(results: list[dict[str, Any]], tls: str) -> None:
+def _print_table(results: list[dict[str, Any]], tls: str, out: TextIO) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -194,7 +195,7 @@ def _print_table(results: list[dict[str, Any]], tls: str) -> None:
                     cell += f"  {ratio:.1f}x"
                 cells.append(cell)
             table.add_row(way, *cells)
-        Console(width=160 if not sys.stdout.isatty() else None).print(table)
+        Console(file=out, width=None if out.isatty() else 160).print(table)
 
 
 def _draw(results: list[dict[str, Any]], tls: str, path: Path) -> None:
