@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_epd.contract.errors import ConfigError, TransferError
 from dynamo_epd.contract.handoff import TensorRef
-from dynamo_epd.transfer import Endpoint, TransferConfig, open_transfer
+from dynamo_epd.transfer import Endpoint, TransferConfig, nixl_plane, open_transfer
 from dynamo_epd.transfer.metrics import register_transfer_metrics
 
-from .child import WIDTH, make_offer, pattern
+from .child import PATIENCE_S, WIDTH, blocked, make_offer, pattern
 from .conftest import Opened, rest
 
 KB = 1 << 10
@@ -345,7 +345,12 @@ async def test_nothing_runs_when_nothing_is_in_flight(opened: Opened) -> None:
 
 
 async def test_close_leaves_nothing(opened: Opened) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    def arenas() -> list[str]:
+        gc.collect()
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return [link for link in links if os.path.lexists(link) and "dynamo-epd-arena" in os.readlink(link)]
+
+    known, before = len(arenas()), set(os.listdir("/proc/self/fd"))
     for _ in range(2):
         sender, receiver = [
             await open_transfer(TransferConfig(host="127.0.0.1", mode="map", arena_bytes=1 << 20)) for _ in range(2)
@@ -360,10 +365,23 @@ async def test_close_leaves_nothing(opened: Opened) -> None:
             await waiting
         assert caught.value.reason == "cancelled"
         fetched.release()
-        del sender, receiver, fetched
+        del sender, receiver, fetched, waiting, caught
     gc.collect()
     await asyncio.sleep(0.05)
+    assert len(arenas()) == known
     assert len(set(os.listdir("/proc/self/fd"))) <= len(before) + 1
+
+
+async def test_close_does_not_wait_for_a_data_plane_that_hangs(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_plane, "_CLOSE_S", 0.1)
+    sender, receiver = await pair(opened, "write")
+    (await receiver.fetch(await make_offer(sender, KB, 1))).release()
+    with blocked(sender):
+        await asyncio.wait_for(sender.close(), PATIENCE_S)
+        with pytest.raises(TransferError) as caught:
+            await receiver.fetch(TensorRef(sender.address, sender.agent, 1 << 24, 1, "d", (1, 1), "uint8"))
+        assert caught.value.reason == "peer_lost"
+    await rest(receiver)
 
 
 async def test_metrics(opened: Opened) -> None:

@@ -73,7 +73,7 @@ class Links:
     def _accept(self) -> Peer:
         peer = Peer(self)
         self._accepted[peer] = None
-        self._loop.call_later(self._timeout, lambda: None if peer.alive else peer.link.close())
+        peer.patience = self._loop.call_later(self._timeout, lambda: peer.link.close())
         return peer
 
     def ways(self) -> dict[str, str]:
@@ -165,6 +165,8 @@ class Links:
     # What peers tell.
 
     def greeted(self, peer: Peer) -> None:
+        if peer.patience is not None:
+            peer.patience.cancel()
         if not peer.address:
             peer.link.send(self._hello)
 
@@ -208,6 +210,8 @@ class Links:
 
     def lost(self, peer: Peer, error: TransferError, dead: bool) -> None:
         self._accepted.pop(peer, None)
+        if peer.patience is not None:
+            peer.patience.cancel()
         if self._dialled.get(peer.address) is peer:
             del self._dialled[peer.address]
         if not peer.alive:

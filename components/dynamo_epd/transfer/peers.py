@@ -58,6 +58,7 @@ class Peer:
         mapped: its memory, where ``way`` is ``map``.
         loading, loaded: the data plane is getting to know it, and does.
         wired: the data plane makes progress for it, until this timer is over.
+        patience: for one that dialled this process: by when it must have said hello.
         fault: what it did wrong; nothing more is read from it.
         alive: it has said hello, and its link has not ended.
         greeting: done when it has said hello.
@@ -72,6 +73,7 @@ class Peer:
         self.loading = False
         self.loaded = False
         self.wired: asyncio.TimerHandle | None = None
+        self.patience: asyncio.TimerHandle | None = None
         self.fault: TransferError | None = None
         self.alive = False
         self.greeting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
