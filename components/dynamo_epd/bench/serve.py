@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..contract.errors import ConfigError
 _QUICK = {"conversations": 16, "images": 4, "repeat": 2, "decode_tokens": 32, "worker_requests": 60}
 _FULL = {"conversations": 200, "images": 20, "repeat": 5, "decode_tokens": 128, "worker_requests": 400}
 _LEVELS = (1, 2, 4, 8)
-_CURVE_CONVERSATIONS = 8
+_CURVE_REQUESTS = 24
 _WIDTH = 110  # of the tables, where the output is no terminal
 
 
@@ -35,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON (to stdout)")
     p.add_argument("--plots", type=Path, metavar="DIR", help="draw the two curves into DIR (needs matplotlib)")
-    p.add_argument("--quick", action="store_true", help="a few minutes: few conversations, few repetitions")
+    p.add_argument("--quick", action="store_true", help="two minutes: few conversations, few repetitions")
     p.add_argument("--topology", choices=["e-pd", "e-p-d"], default="e-pd", help="(default: %(default)s)")
     p.add_argument("--concurrency", type=int, default=4, metavar="N", help="conversations at a time")
     p.add_argument("--turns", type=int, default=3, choices=[1, 2, 3], help="requests of a conversation")
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     if not 2 <= args.images <= 1000:
         raise ConfigError("--images must be between 2 and 1000: with one picture there is none to mistake it for")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Torch's threads would spin while they wait, here and in the workers, on the cores that others compute on.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     progress_console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=progress_console) as progress:
@@ -109,7 +112,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             curve = asyncio.run(by_shared_prefix(stack, workload.urls[0], args.repeat, advance))
             report["ttft_by_shared_prefix"][side] = curve
             advance = _bar(progress, f"{side}: concurrency", len(_LEVELS))
-            some = conversations[:_CURVE_CONVERSATIONS]
+            some = [conversation[-1:] for conversation in conversations[:_CURVE_REQUESTS]]
             report["requests_per_s_by_concurrency"][side] = asyncio.run(by_concurrency(stack, some, _LEVELS, advance))
     advance = _bar(progress, "decode speed", args.repeat + 1)
     for way, speeds in decode_speeds(args.decode_tokens, args.repeat, advance).items():
