@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``docs/families.md`` says what is tested, no more and no less."""
+"""The README's table of families says what is tested, no more and no less."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..models.tiny import DATA
 from . import test_embedding_files, test_exact, test_mixed, test_reuse, test_videos
 from .cases import ALONE, CASES, GRIDS, TAKES
 
-TABLE = Path(__file__).parents[2] / "docs" / "families.md"
+README = Path(__file__).parents[2] / "README.md"
 VARIANTS = {"nemotron_h_omni_videotok"}
 """Tiny models that differ from another one in their tokenizer only."""
 
@@ -57,7 +57,7 @@ def cells_with_tests() -> dict[tuple[str, str], set[str]]:
 
 
 def test_the_table_says_what_is_tested() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", TABLE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", README.read_text(), re.MULTILINE)
     assert [row[0] for row in rows] == list(dict.fromkeys(row[0] for row in rows))
     written = {
         (name, modality): set(cell.split(", "))
