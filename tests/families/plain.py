@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +26,14 @@ class Expected:
     ids: the expanded prompt.
     logprobs: float32 ``[tokens, vocab]``, of every token of the answer.
     tokens: the greedy answer.
+    routing: least distance, over all tokens and layers, of the router logits of the last expert chosen and the first
+        not chosen; infinite without experts.
     """
 
     ids: list[int]
     logprobs: torch.Tensor
     tokens: list[int]
+    routing: float
 
     def sure(self, gap: float) -> int:
         """Leading tokens whose distance to the next most likely one is more than ``gap``."""
@@ -46,6 +50,17 @@ class Plain:
     def __init__(self, model: Any, family: Family):
         self.model, self.family = model, family
         self.processor: Any = family.processor
+        self._routing = math.inf
+        for module in model.modules():
+            if type(module).__name__.endswith("Router") and hasattr(module, "top_k"):
+                module.register_forward_hook(self._routed)
+
+    def _routed(self, router: Any, args: tuple[torch.Tensor, ...], output: object) -> None:
+        """A forward hook: notes how close the router's choice was."""
+        logits = torch.nn.functional.linear(args[0], router.weight)
+        if logits.shape[-1] > router.top_k:
+            best = logits.topk(router.top_k + 1).values
+            self._routing = min(self._routing, float((best[..., -2] - best[..., -1]).min()))
 
     def answer(
         self,
@@ -124,6 +139,7 @@ class Plain:
         return inputs | ({"use_audio_in_video": True} if own else {})
 
     def _generate(self, ids: list[int], inputs: Mapping[str, Any]) -> Expected:
+        self._routing = math.inf
         with torch.inference_mode():
             out = self.model.generate(
                 **inputs,
@@ -134,7 +150,7 @@ class Plain:
                 output_logits=True,
             )
         logprobs = torch.stack([logits[0].float().log_softmax(-1) for logits in out.logits])
-        return Expected(ids, logprobs, out.sequences[0, -ANSWER:].tolist())
+        return Expected(ids, logprobs, out.sequences[0, -ANSWER:].tolist(), self._routing)
 
 
 def _metadata(video: Media) -> dict[str, Any]:

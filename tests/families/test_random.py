@@ -15,6 +15,9 @@ from .cases import TAKES, Part
 from .conftest import Tiny, same
 from .media_files import audio, image, video
 
+TIE = 1e-5
+"""Router logits closer than this are equal, as far as float32 goes."""
+
 TEXTS = ["", "A", "Look at this: ", "\n\n", " and then ", "é 漢字 <|x|>", "Compare. ", "?"]
 
 
@@ -38,7 +41,7 @@ def prompt(draw: random.Random, items: Sequence[Part]) -> list[Part]:
 def check(tiny: Tiny, seed: int, rounds: int, at_once: int) -> None:
     draw, items = random.Random(seed), pool(tiny)
     seen: list[list[Part]] = []
-    shared = 0
+    shared = compared = 0
     for number in range(rounds):
         prompts = [prompt(draw, items) for _ in range(at_once)]
         if seen:
@@ -48,9 +51,15 @@ def check(tiny: Tiny, seed: int, rounds: int, at_once: int) -> None:
         requests = [tiny.stack.request(tiny.text(p), [i for i in p if not isinstance(i, str)]) for p in prompts]
         workers = [None] if tiny.hybrid or number % 2 else [tiny.stack.agg]
         for answer, parts in zip(tiny.stack.ask_all(requests, on=workers[0]), prompts, strict=True):
-            same(answer, tiny.plainly(parts), decided=0)
+            expected = tiny.plainly(parts)
+            # Rounding differs with what else is computed at once. Where it decides which expert a token goes to, it
+            # decides the answer; that is the model's tie, not a wrong block.
+            if expected.routing > TIE:
+                same(answer, expected, decided=0)
+            compared += expected.routing > TIE
             shared += answer.cached
     assert tiny.hybrid or shared > 10 * rounds
+    assert compared > 0.7 * rounds * at_once
 
 
 @pytest.mark.parametrize("tiny", ["gemma3", "phi4_multimodal", "qwen2_5_omni", "qwen3_vl"], indirect=True)
