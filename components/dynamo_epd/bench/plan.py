@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import aiohttp
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -26,7 +25,7 @@ from rich.table import Table
 from ..contract.errors import ConfigError, EpdError
 from ..demo.toy_data import COLOUR, TOY_MODEL, Picture, random_picture
 from ..serve.capacity import Workload, simulate
-from ..serve.client import chat, user
+from ..serve.client import chat, open_client, user
 from ..serve.stack import Stack, epd_services
 from .serve_workload import SIDE, letters
 
@@ -153,7 +152,7 @@ async def _measure(args: argparse.Namespace) -> tuple[Measured, Measured, float]
     rng = np.random.default_rng(0)
     with Stack(services, MODEL_NAME) as stack:
         stack.wait_ready(args.deadline, probe=user(Picture("white", "black", "square").draw(), COLOUR.text))
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        async with open_client() as http:
 
             async def ask() -> float:
                 picture = random_picture(rng, SIDE).draw()

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..contract.errors import EpdError
 from ..demo.toy_data import COLOUR, TOY_MODEL, Picture
-from ..serve.client import Answer, chat, user
+from ..serve.client import Answer, chat, open_client, user
 from ..serve.stack import Stack, epd_services
 from .serve_workload import MAX_TOKENS, Conversation, letters
 
@@ -83,7 +83,7 @@ async def converse(
                 answers.append((answer, request.expected))
                 advance()
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with open_client() as http:
         start = time.perf_counter()
         await asyncio.gather(*(client(http) for _ in range(concurrency)))
         seconds = time.perf_counter() - start
@@ -108,7 +108,7 @@ async def by_shared_prefix(stack: Stack, image: str, repeat: int, advance: Advan
     rng = np.random.default_rng(1)
     base = letters(rng, TEXT_TOKENS)
     points = []
-    async with aiohttp.ClientSession() as http:
+    async with open_client() as http:
 
         async def ask(text: str) -> Answer:
             message = user(text, image, COLOUR.text)

@@ -16,12 +16,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..serve.client import Answer, chat, user
+from ..serve.client import Answer, chat, open_client, user
 from ..serve.stack import Stack, StackError, epd_services
 from .scenario import RED, Ask, Part, scenario
 from .toy_data import COLOUR, TOY_MODEL, Picture
@@ -165,7 +164,7 @@ async def ask_all(
     """
     outcomes: list[Outcome] = []
     given: dict[tuple[tuple[Part, ...], ...], str] = {}
-    async with aiohttp.ClientSession() as session:
+    async with open_client() as session:
         for together, group in groupby(asks, key=lambda ask: ask.together or ask.name):
             batch = list(group)
             sent = [_messages(ask, given) for ask in batch]

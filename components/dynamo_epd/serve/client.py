@@ -39,6 +39,15 @@ class Answer:
     finish_reason: str | None = None
 
 
+def open_client() -> aiohttp.ClientSession:
+    """A client whose times to first token are the server's: each request has a connection of its own.
+
+    Dynamo 1.6.1's frontend leaves Nagle's algorithm on. On a connection that is used again, a first token that is ready
+    soon after the headers waits until the client's kernel acknowledges these, 40 ms on Linux.
+    """
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+
+
 async def chat(
     session: aiohttp.ClientSession,
     url: str,

@@ -92,10 +92,17 @@ class PagedAttention:
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
         mask = segment.mask(layer, q.device)
+        # A causal square: zeros stand for the queries of tokens that were computed before.
+        before = segment.start if mask is None else 0
         out = F.scaled_dot_product_attention(
-            q[None, :, rows], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale
+            F.pad(q[None, :, rows], (0, 0, before, 0)),
+            k[None],
+            v[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
         )
-        return out[0].transpose(0, 1)
+        return out[0, :, before:].transpose(0, 1)
 
     def _decode(
         self, layer: LayerSpec, decode: Decode, q: torch.Tensor, new: torch.Tensor, scale: float | None

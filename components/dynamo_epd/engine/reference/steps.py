@@ -55,12 +55,12 @@ class Segment:
     masks: dict[Pattern, torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, layer: LayerSpec, device: torch.device) -> torch.Tensor | None:
-        """bool ``[count, start + count]``; None for plain causal attention from the first token on."""
+        """bool ``[count, start + count]``; None where the last ``count`` rows of a causal square do, and cost less."""
         end = self.start + self.count
         pattern = layer.pattern(end)
         if pattern not in self.masks:
             mask = None
-            if self.start or any(pattern) or self.group is not None:
+            if self.start > self.count or any(pattern) or self.group is not None:
                 kv = torch.arange(end, device=device)
                 mask = _reachable(kv[self.start :, None], kv, pattern)
             if mask is not None and self.group is not None:
