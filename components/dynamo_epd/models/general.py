@@ -54,7 +54,7 @@ class GeneralFamily(PretrainedFamily):
 
     def resolved_options(self, modality: Modality, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         sections, section = self._sections(kwargs), options.SECTION[modality]
-        merged = options.merge(self.processor, sections)[section]
+        merged = (options.merge(self.processor, sections) if kwargs else self._usual)[section]
         chosen = options.resolve(self.processor, modality, merged, self._usual[section])
         return {**self.extra_options(), **sections[""], **chosen, "encoder": self._runtime}
 
