@@ -26,6 +26,8 @@ __all__ = ["MediaLimits", "fetch", "shown"]
 _MAX_URL_LENGTH = 8192
 _SHOWN_LENGTH = 120
 _CHUNK = 1 << 20
+_INLINE = 1 << 16
+"""Characters of a ``data:`` URL that are decoded sooner than a thread is woken."""
 _WHITESPACE = b" \t\r\n\f"
 
 
@@ -70,6 +72,8 @@ async def _fetch(url: str, policy: UrlValidationPolicy, limits: MediaLimits, lab
     scheme = _scheme(url)
     # Handled before anything parses the URL: urllib keeps its last parses, and these can be megabytes each.
     if scheme == "data":
+        if len(url) <= _INLINE:
+            return _decode_data_url(url, limits, label)
         return await asyncio.to_thread(_decode_data_url, url, limits, label)
     if not url or url[0].isspace():
         raise InvalidRequest("the URL is empty or begins with white space", item=label)

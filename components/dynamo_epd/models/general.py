@@ -52,9 +52,21 @@ class GeneralFamily(PretrainedFamily):
     def _usual(self) -> dict[str, dict[str, Any]]:
         return options.merge(self.processor, self._sections({}))
 
+    @cached_property
+    def _defaults(self) -> dict[Modality, dict[str, Any]]:
+        """What ``resolved_options`` gave for requests without options, which most are."""
+        return {}
+
     def resolved_options(self, modality: Modality, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        if kwargs:
+            return self._resolved(modality, kwargs)
+        if modality not in self._defaults:
+            self._defaults[modality] = self._resolved(modality, kwargs)
+        return dict(self._defaults[modality])
+
+    def _resolved(self, modality: Modality, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         sections, section = self._sections(kwargs), options.SECTION[modality]
-        merged = (options.merge(self.processor, sections) if kwargs else self._usual)[section]
+        merged = options.merge(self.processor, sections)[section]
         chosen = options.resolve(self.processor, modality, merged, self._usual[section])
         return {**self.extra_options(), **sections[""], **chosen, "encoder": self._runtime}
 
