@@ -2,7 +2,7 @@
 """The repeated-image workload of ``dynamo-epd bench serve``, with plain transformers' answer to every request.
 
 A conversation is about a stack of pictures out of a small pool: all prompts begin with the same instructions, then come
-12 to 30 pictures of 64 tokens each, beginning with the conversation's own, then a question; later turns ask on.
+2 to 20 pictures of 64 tokens each, beginning with the conversation's own, then a question; later turns ask on.
 Pictures differ only in their pixels, so the prompts of two conversations with equally many pictures have the same
 token ids: an engine that keys media by placeholder tokens takes one for the other.
 """
@@ -29,8 +29,8 @@ SIDE = 224
 SLOTS = 64
 """Tokens of a picture."""
 
-INSTRUCTION_TOKENS = 720
-FEWEST, MOST = 12, 30
+INSTRUCTION_TOKENS = 1400
+FEWEST, MOST = 2, 20
 MAX_TOKENS = 6
 QUESTIONS = (COLOUR.text, SHAPE.text, BACKGROUND.text)
 _LETTERS = [*"BCDEFGHJKLMNPQRSTVXYZ"]
