@@ -59,6 +59,20 @@ async def test_generated_tokens_are_shared_with_the_next_turn(toy: Toy, make_eng
     assert (await ask(engine, following.request("b", ONE))).cached == 13 + 9 - 1
 
 
+async def test_what_other_requests_left_in_the_pool_is_seen_by_nobody(toy: Toy, make_engine: MakeEngine) -> None:
+    """Values that are not finite are left by a request that had such; a mask alone would let them through."""
+    prompts = [toy.prompt([text(i, length)]) for i, length in enumerate((9, 30, 13, 17))]
+    answers = []
+    for rest in (0.0, float("nan")):
+        engine = await make_engine()
+        engine._runner._pool[:, :, :, 8:] = rest  # block 0 is nobody's
+        sent = [p.request(str(i), SamplingParams(max_tokens=12)) for i, p in enumerate(prompts)]
+        found = [(await asyncio.gather(*(ask(engine, request) for request in sent)))]
+        found.append([await ask(engine, p.request("again" + str(i), FOUR)) for i, p in enumerate(prompts)])
+        answers.append([answer.tokens for batch in found for answer in batch])
+    assert answers[0] == answers[1]
+
+
 async def test_requests_that_arrive_together_compute_a_shared_prefix_once(
     toy: Toy, pictures: list[Item], make_engine: MakeEngine, computed: list[list[Chunk]]
 ) -> None:

@@ -30,16 +30,19 @@ class PagedAttention:
         self.kv_heads = self.head_dim = 0
         self.step: Step | None = None
         self._pool: list[torch.Tensor] = []  # per layer [2, kv_heads, slots, head_dim]
+        self._blocks: list[torch.Tensor] = []  # the same memory, [2, kv_heads, blocks, tokens_per_block * head_dim]
         self._config = text_config
         # Per layer [2, kv_heads, rows, width, head_dim]: what decoding sequences attend to, kept from step to step so
         # that it is not gathered again for each token. On a GPU gathering costs less than the memory for this.
         self._held: list[torch.Tensor] = []
         self.holds = False
 
-    def allocate(self, slots: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make the pool, zeroed: ``[layers, 2, kv_heads, slots, head_dim]``."""
-        pool = torch.zeros(len(self.layers), 2, self.kv_heads, slots, self.head_dim, dtype=dtype, device=device)
+    def allocate(self, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make the pool of ``blocks`` blocks of ``size`` tokens, zeroed: ``[layers, 2, kv_heads, slots, head_dim]``."""
+        shape = (len(self.layers), 2, self.kv_heads, blocks * size, self.head_dim)
+        pool = torch.zeros(shape, dtype=dtype, device=device)
         self._pool = list(pool)
+        self._blocks = list(pool.view(*shape[:3], blocks, size * self.head_dim))
         self.holds = device.type == "cpu"
         self._held = [pool[0, :, :, :0]] * len(self.layers)
         return pool
@@ -86,8 +89,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         """``[count, heads, dim]``; ``q`` is ``[heads, tokens, dim]``, ``new`` ``[2, kv_heads, tokens, dim]``."""
         rows = slice(segment.first, segment.first + segment.count)
-        pool = self._pool[layer.index]
-        k, v = new[:, :, rows] if segment.slots is None else pool.index_select(2, segment.slots)
+        k, v = new[:, :, rows] if segment.blocks is None else self._gather(layer, segment.blocks)[:, :, : segment.end]
         repeat = len(q) // len(k)
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
@@ -104,6 +106,10 @@ class PagedAttention:
         )
         return out[0, :, before:].transpose(0, 1)
 
+    def _gather(self, layer: LayerSpec, blocks: torch.Tensor) -> torch.Tensor:
+        """``[2, kv_heads, tokens, dim]`` of whole blocks: a block at a time is several times faster than a token."""
+        return self._blocks[layer.index].index_select(2, blocks).view(2, self.kv_heads, -1, self.head_dim)
+
     def _decode(
         self, layer: LayerSpec, decode: Decode, q: torch.Tensor, new: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
@@ -113,7 +119,11 @@ class PagedAttention:
             kv = self._held[layer.index]
             kv[:, :, decode.rows, decode.at] = new[:, :, -rows:]
         else:
-            kv = self._pool[layer.index].index_select(2, decode.gather).view(2, kv_heads, rows, -1, dim)
+            kv = self._gather(layer, decode.gather).view(2, kv_heads, rows, -1, dim)
+            if decode.behind is not None:
+                # Another request's rest, which may not be finite, and masked values that are not finite still count.
+                row, index = decode.behind
+                kv[:, :, row, index] = 0
             if self.holds:
                 self._held[layer.index] = kv
         k, v = kv[:, :, :, : decode.longest].transpose(1, 2)

@@ -40,7 +40,7 @@ class PagedRunner:
         self._model = model
         self._attention = attention
         self._size = tokens_per_block
-        self._pool = attention.allocate((num_blocks + 1) * tokens_per_block, model.dtype, model.device)
+        self._pool = attention.allocate(num_blocks + 1, tokens_per_block, model.dtype, model.device)
         layers, _, heads, _, dim = self._pool.shape
         self._blocks = self._pool.view(layers, 2, heads, num_blocks + 1, tokens_per_block, dim)
         self.block_shape = (layers, 2, heads, tokens_per_block, dim)
@@ -94,9 +94,9 @@ class PagedRunner:
         segments: list[Segment] = []
         first = 0
         for c in chunks:
-            slots = self._tensor(self._slots(c.seq, 0, c.end)) if c.start else None
+            blocks = self._tensor(c.seq.blocks[: -(-c.end // self._size)]) if c.start else None
             group = None if c.seq.group is None else self._tensor(c.seq.group[: c.end])
-            segments.append(Segment(first, c.start, c.end - c.start, slots, group))
+            segments.append(Segment(first, c.start, c.end - c.start, blocks, group))
             first += c.end - c.start
         return segments
 
@@ -104,17 +104,28 @@ class PagedRunner:
         lengths = [c.end for c in chunks]
         longest = max(lengths)
         before = [(c.seq.number, c.end - 1) for c in chunks]
-        gather = None
+        gather = behind = None
         if before != self._held or longest > self._held_width or not self._attention.holds:
-            self._held_width = longest + (_ROOM if self._attention.holds else 0)
-            table = np.zeros((len(chunks), self._held_width), np.int64)
-            # What lies behind a sequence's end in its last block is another request's rest, and may not be finite.
+            width = -(-(longest + (_ROOM if self._attention.holds else 0)) // self._size)
+            self._held_width = width * self._size
+            table = np.zeros((len(chunks), width), np.int64)
             for row, c in zip(table, chunks, strict=True):
-                row[: c.end] = self._slots(c.seq, 0, c.end)
+                blocks = -(-c.end // self._size)
+                row[:blocks] = c.seq.blocks[:blocks]
             gather = self._tensor(table.reshape(-1))
+            behind = self._behind(np.array(lengths))
         self._held = [(c.seq.number, c.end) for c in chunks]
         rows = torch.arange(len(chunks), device=self._model.device)
-        return Decode(index[-len(chunks) :], rows, longest, min(lengths) < longest, gather)
+        return Decode(index[-len(chunks) :], rows, longest, min(lengths) < longest, gather, behind)
+
+    def _behind(self, lengths: np.ndarray) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Row and index of the tokens behind each length in its last block."""
+        rest = -lengths % self._size
+        if not rest.any():
+            return None
+        row = np.repeat(np.arange(len(lengths)), rest)
+        index = np.arange(len(row)) - np.repeat(np.cumsum(rest) - rest, rest) + lengths[row]
+        return self._tensor(row), self._tensor(index)
 
     @torch.inference_mode()
     def read(self, blocks: np.ndarray, tokens: int, out: torch.Tensor) -> None:

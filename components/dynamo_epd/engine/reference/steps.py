@@ -42,7 +42,7 @@ class Segment:
     """A chunk of one prompt: rows ``first..first + count`` of the step are its tokens ``start..start + count``.
 
     Attributes:
-        slots: int64 ``[start + count]``, where the sequence's KV is; None where the chunk is all there is.
+        blocks: int64, the blocks that hold the sequence's KV; None where the chunk is all there is.
         group: int64 ``[start + count]``, tokens with the same number >= 0 see each other in both directions; None
             where attention is causal only.
     """
@@ -50,13 +50,17 @@ class Segment:
     first: int
     start: int
     count: int
-    slots: torch.Tensor | None
+    blocks: torch.Tensor | None
     group: torch.Tensor | None = None
     masks: dict[Pattern, torch.Tensor | None] = field(default_factory=dict)
 
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
     def mask(self, layer: LayerSpec, device: torch.device) -> torch.Tensor | None:
         """bool ``[count, start + count]``; None where the last ``count`` rows of a causal square do, and cost less."""
-        end = self.start + self.count
+        end = self.end
         pattern = layer.pattern(end)
         if pattern not in self.masks:
             mask = None
@@ -78,8 +82,9 @@ class Decode:
         rows: int64 ``[rows]``, 0, 1, 2, ...
         longest: tokens of the longest sequence, this one included.
         ragged: whether some sequence is shorter.
-        gather: int64 ``[rows * width]``, the slots of each sequence, padded with slot 0 to ``width``; None where the KV
-            gathered for an earlier step is continued.
+        gather: int64 ``[rows * width]``, the blocks of each sequence, padded with block 0 to ``width``; None where the
+            KV gathered for an earlier step is continued.
+        behind: row and index of each token behind a sequence's end in its last block, where ``gather`` is given.
     """
 
     at: torch.Tensor
@@ -87,6 +92,7 @@ class Decode:
     longest: int
     ragged: bool
     gather: torch.Tensor | None
+    behind: tuple[torch.Tensor, torch.Tensor] | None
     masks: dict[Pattern, torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, layer: LayerSpec) -> torch.Tensor | None:
