@@ -35,10 +35,10 @@ def test_against_a_map_of_units(cool: int, steps: list[tuple[bool, int, int]]) -
             block = taken.pop(pick % len(taken))
             for unit in range(block.start, block.start + block.size):
                 owner[unit] = None
-            space.give(block)
+            space.give(block, read_elsewhere=pick % 3 > 0)
         assert space.free == owner.count(None)
     for block in taken:
-        space.give(block)
+        space.give(block, read_elsewhere=True)
     whole = space.take(TOTAL)
     assert whole is not None and (whole.start, whole.size) == (0, TOTAL)
 
@@ -60,19 +60,27 @@ def test_one_block_in_use_leaves_the_rest_usable() -> None:
         assert all(blocks)
         for block in blocks:
             assert block is not None
-            space.give(block)
+            space.give(block, read_elsewhere=True)
     assert held is not None and space.free == 399
 
 
-def test_what_was_given_back_last_is_handed_out_last() -> None:
+def test_what_another_core_has_read_is_handed_out_last() -> None:
     space = FreeSpace(100, cool=30)
     starts = []
     for _ in range(9):
         block = space.take(10)
         assert block is not None
         starts.append(block.start)
-        space.give(block)
+        space.give(block, read_elsewhere=True)
     # Three blocks of 10 cool; the one before them is used again.
     assert starts == [0, 10, 20, 30, 0, 10, 20, 30, 0]
     whole = space.take(100)
     assert whole is not None and space.free == 0
+
+
+def test_what_this_core_alone_has_used_is_handed_out_next() -> None:
+    space = FreeSpace(100, cool=30)
+    for _ in range(3):
+        block = space.take(10)
+        assert block is not None and block.start == 0
+        space.give(block, read_elsewhere=False)

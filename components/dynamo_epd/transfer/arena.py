@@ -42,7 +42,7 @@ class Content:
 class Allocation:
     """One slot in use; freed when its last hold is released."""
 
-    __slots__ = ("arena", "block", "content", "generation", "holds", "nbytes", "quarantined")
+    __slots__ = ("arena", "block", "content", "generation", "holds", "nbytes", "offered", "quarantined")
 
     def __init__(self, arena: Arena, block: Block, nbytes: int, generation: int):
         self.arena = arena
@@ -51,6 +51,7 @@ class Allocation:
         self.generation = generation
         self.holds = 0
         self.content: Content | None = None
+        self.offered = False
         self.quarantined = False
 
     @property
@@ -183,7 +184,7 @@ class Arena:
                 block = self._space.take(count)
             if block is None:
                 for taken in blocks:
-                    self._space.give(taken)
+                    self._space.give(taken, read_elsewhere=False)
                 return None
             blocks.append(block)
         return [self._start(block, size) for block, size in zip(blocks, sizes, strict=True)]
@@ -250,7 +251,7 @@ class Arena:
         self.memory.table[allocation.index] = 0
         if allocation.quarantined:
             self.quarantined_bytes -= allocation.room
-        self._space.give(allocation.block)
+        self._space.give(allocation.block, read_elsewhere=allocation.offered)
         if self._waiters:
             self.serve()
 

@@ -121,6 +121,7 @@ class Endpoint:
         if ref.nbytes > slot.nbytes:
             raise ValueError(f"{dtype} tensor of shape {shape} has {ref.nbytes} bytes, the slot has {slot.nbytes}")
         allocation.content = Content(shape, dtype)
+        allocation.offered = True
         number = self.offers.add(slot, ref.nbytes, self._clock())
         self._arm()
         return TensorRef(self.address, self.agent, number, allocation.generation, digest, shape, dtype)

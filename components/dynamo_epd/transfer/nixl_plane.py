@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
@@ -34,9 +35,8 @@ _INLINE_BYTES = 2 << 20
 _SPIN_S = 0.001
 """For this long the event loop drives what is in flight; then the thread does."""
 _WAKE_S = 60e-6
-"""For this long after a move was posted, or bytes moved, the loop does not rest between its looks."""
-_REST_S = 10e-6
-"""Then it rests this long between any two, for the peer may need the core to do its part."""
+"""For this long after a move was posted, or bytes moved, the loop looks without a break. Then it yields the core
+after each look, for the peer may need it."""
 _WORK_S = 10e-6
 """A call that makes progress and takes longer than this has moved bytes: more are likely to come at once."""
 _NAP_S = (30e-6, 0.02)
@@ -166,7 +166,7 @@ class NixlPlane:
             if end - now > _WORK_S:
                 self._wake_until = end + _WAKE_S
             elif self._busy and now > self._wake_until:
-                time.sleep(_REST_S)
+                os.sched_yield()
             self._loop.call_soon(self._spin)
             return
         self._spinning = False

@@ -30,8 +30,8 @@ class FreeSpace:
     """Hands out blocks of ``[0, total)``. Counts units, knows nothing of memory.
 
     Args:
-        cool: units given back last that are handed out again only when there are no others. Memory that another core
-            has just read is several times slower to write than memory that it has lost from its cache.
+        cool: units given back last, and read elsewhere, that are handed out again only when there are no others. Memory
+            that another core has just read is several times slower to write than memory that it has lost from its cache.
     """
 
     def __init__(self, total: int, cool: int = 0):
@@ -63,18 +63,29 @@ class FreeSpace:
         self.free -= size
         return block
 
-    def give(self, block: Block) -> None:
-        """Free a block that ``take`` gave."""
+    def give(self, block: Block, read_elsewhere: bool) -> None:
+        """Free a block that ``take`` gave.
+
+        Args:
+            read_elsewhere: by another core; what only this one used is still in its cache, and best used again at once.
+        """
         self.free += block.size
+        if not read_elsewhere:
+            self._admit(block)
+            return
         self._cooling.append(block)
         self._cooling_units += block.size
         while self._cooling_units > self._cool:
             self._settle()
 
     def _settle(self) -> None:
-        """Merge the block that was given back first with its neighbours, to be handed out again."""
+        """Admit the block that was given back first."""
         block = self._cooling.popleft()
         self._cooling_units -= block.size
+        self._admit(block)
+
+    def _admit(self, block: Block) -> None:
+        """Merge a block with its free neighbours, to be handed out again."""
         block.free = True
         if block.after is not None and block.after.free:
             self._remove(block.after)
