@@ -31,7 +31,7 @@ class FreeSpace:
 
     Args:
         cool: units given back last, and read elsewhere, that are handed out again only when there are no others. Memory
-            that another core has just read is several times slower to write than memory that it has lost from its cache.
+            that another core has just read is several times slower to write than memory that no cache holds.
     """
 
     def __init__(self, total: int, cool: int = 0):
