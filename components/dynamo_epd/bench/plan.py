@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "stages in the same load. On a machine whose CPUs others use too, the prediction from times without load "
         "says little: workers then slow each other down.",
     )
-    p.add_argument("--requests", type=int, default=100, metavar="N", help="under load (default: %(default)s)")
+    p.add_argument("--requests", type=int, default=300, metavar="N", help="under load (default: %(default)s)")
     p.add_argument("--alone", type=int, default=30, metavar="N", help="one at a time (default: %(default)s)")
     p.add_argument("--utilisation", type=float, default=0.5, help="of the busiest worker (default: %(default)s)")
     p.add_argument("--prompt-tokens", type=int, default=1500, metavar="N", help="of text (default: %(default)s)")

@@ -25,6 +25,7 @@ from ..contract.digest import prompt_digest, value_digest
 from ..contract.errors import InvalidRequest
 from ..contract.handoff import HANDOFF_VERSION, Handoff, ItemHandoff, Modality, to_json_object
 from ..doctor import startup_checks
+from ..engine.threads import to_its_end
 from ..engine.trtllm.encoder import EncoderItem, TrtllmEncoder
 from ..media.embedding import PrecomputedEmbedding
 from ..media.fetch import fetch
@@ -249,7 +250,7 @@ class EncodeWorker(EpdWorker):
             for _, tensor in made:
                 slot = await self.transfer.allocate(tensor.nbytes)
                 slots.append(slot)
-                await self._in_thread(slot.tensor(tensor.shape, _dtype(tensor)).copy_, tensor)
+                await to_its_end(self._threads, slot.tensor(tensor.shape, _dtype(tensor)).copy_, tensor)
         except BaseException:
             for slot in slots:
                 slot.release()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -14,6 +13,7 @@ from dynamo.common.backend.engine import GenerateChunk, GenerateRequest
 from ..contract.digest import prompt_digest
 from ..contract.handoff import HANDOFF_VERSION, PrefillHandoff, TensorRef, to_json_object
 from ..engine.base import EngineOutput, EngineRequest, KVExport
+from ..engine.threads import to_its_end
 from .language import LanguageWorker
 from .observe import Observation
 
@@ -50,7 +50,7 @@ class PrefillWorker(LanguageWorker):
             nbytes *= d
         slot = await transfer.allocate(nbytes)
         try:
-            await asyncio.to_thread(kv.copy_to, slot.tensor(kv.shape, dtype))
+            await to_its_end(None, kv.copy_to, slot.tensor(kv.shape, dtype))
             return transfer.offer(slot, digest=f"kv:{request_id}", shape=kv.shape, dtype=dtype)
         finally:
             slot.release()

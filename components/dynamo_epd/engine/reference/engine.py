@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from ...contract.errors import ConfigError, InvalidRequest, Unavailable
 from ..base import EngineInfo, EngineOutput, EngineRequest, KVEventListener, Logprob
+from ..threads import to_its_end
 from .block_cache import BlockCache
 from .config import ReferenceConfig, load_engine_config
 from .memory import fit
@@ -318,10 +319,4 @@ class ReferenceEngine:
         return self._runner
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        """Run ``call`` in the worker thread. A cancellation takes effect when the thread has done it."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait({future})
-            raise
+        return await to_its_end(self._thread, call, *args)

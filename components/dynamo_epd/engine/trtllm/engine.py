@@ -15,6 +15,7 @@ import numpy as np
 
 from ...contract.errors import ConfigError, InvalidMetadata, InvalidRequest, Unavailable
 from ..base import BlocksRemoved, BlocksStored, EngineInfo, EngineOutput, EngineRequest, KVEventListener
+from ..threads import to_its_end
 from . import disagg
 from .capabilities import Capabilities, check, probe
 from .engine_args import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_NUM_TOKENS, EngineArgs, load, problems
@@ -222,9 +223,9 @@ class TrtllmEngine:
         except ValueError as error:
             raise InvalidRequest(f"TensorRT-LLM refuses the sampling options: {error}") from error
         make: Callable[..., Any] = preprocessed_inputs if prefill is None else generation_inputs
-        inputs = await asyncio.to_thread(
-            make, self._names, self._caps, request, decision, self._media_tokens
-        )  # copies embeddings
+        inputs = await to_its_end(  # it copies embeddings
+            None, make, self._names, self._caps, request, decision, self._media_tokens, undo=drop_handles
+        )
         if self._llm is None:
             drop_handles(inputs)
             raise Unavailable("the engine is not running")
