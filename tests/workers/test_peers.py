@@ -78,3 +78,12 @@ async def test_failures_that_are_not_the_peers_do_not_count(peer):
     with peers.watch([peer.ref]):
         pass
     await peers.check()
+
+
+def test_peers_that_nobody_checks_are_not_kept_for_ever():
+    clock = Clock()
+    peers = LostPeers(30.0, clock)
+    for number in range(100):
+        clock.now += 10.0
+        fail(peers, TensorRef(f"10.0.0.1:{1000 + number}", "agent", 1, 1, "d", (1, 2), "float32"))
+    assert len(peers._lost) == 3

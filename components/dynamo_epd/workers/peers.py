@@ -33,9 +33,15 @@ class LostPeers:
             yield
         except TransferError as error:
             if error.reason in _REASONS:
-                until = self._clock() + self._patience
+                until = self._forget() + self._patience
                 self._lost.update((ref.endpoint, until) for ref in refs)
             raise
+
+    def _forget(self) -> float:
+        """Drop what is too long ago. Returns the time."""
+        now = self._clock()
+        self._lost = {address: until for address, until in self._lost.items() if until > now}
+        return now
 
     async def check(self) -> None:
         """Ask each of them for a connection.
@@ -43,8 +49,7 @@ class LostPeers:
         Raises:
             Unavailable: one refuses, or does not answer within a second. A process that is stopped still answers.
         """
-        now = self._clock()
-        self._lost = {address: until for address, until in self._lost.items() if until > now}
+        self._forget()
         addresses = list(self._lost)
         for address, there in zip(addresses, await asyncio.gather(*map(_reachable, addresses)), strict=True):
             if there:
