@@ -71,5 +71,6 @@ encode_worker() {
         --max-file-size-mb "$MAX_FILE_SIZE_MB" "$@"
 }
 
-"$PYTHON" -m dynamo.frontend &
+# Otherwise it warns of a picture that it cannot measure with the whole URL, signature and all.
+DYN_LOG=${DYN_LOG:-info,mm_routing=error} "$PYTHON" -m dynamo.frontend &
 pids+=($!)

@@ -37,6 +37,9 @@ if port:
     server = socket.create_server(("127.0.0.1", int(port[1])))
 note("start")
 if os.environ.get("FAIL") and os.environ["FAIL"] in call:
+    # Who has not said that it started does not hear SIGTERM yet.
+    while open(os.environ["JOURNAL"]).read().count("start") < int(os.environ.get("AFTER", "1")):
+        time.sleep(0.02)
     sys.exit(3)
 while True:
     time.sleep(0.05)
@@ -165,7 +168,7 @@ def test_the_variables_of_upstream_scripts_are_taken(box):
 
 
 def test_the_end_of_one_is_the_end_of_all(box):
-    process = box(LAUNCH / "epd.sh", PYTHON=box.python, FAIL="mode prefill")
+    process = box(LAUNCH / "epd.sh", PYTHON=box.python, FAIL="mode prefill", AFTER="3")
     assert finish(process)[0] == 3
     stopped = {role(line) for line in box.journal() if line.startswith("stop")}
     assert stopped <= {"dynamo.frontend", "encode", "decode"} and "dynamo.frontend" in stopped

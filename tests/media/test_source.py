@@ -47,8 +47,8 @@ def test_urls_are_not_changed_and_not_in_a_repr() -> None:
 
 def test_a_hundred_images_are_refused_with_the_limit() -> None:
     message = refused({"image_url": urls(*["a.png"] * 100)})
-    assert "100 image items" in message and "limit is 64" in message
-    assert len(parse({"image_url": urls(*["a.png"] * 64), "video_url": urls(*["a.mp4"] * 64)})) == 128
+    assert "100 media items" in message and "limit is 64" in message
+    assert len(parse({"image_url": urls(*["a.png"] * 32), "video_url": urls(*["a.mp4"] * 32)})) == 64
 
 
 @pytest.mark.parametrize(
@@ -110,3 +110,10 @@ def test_embedding_files_are_known_by_their_name(url: str, kind: str) -> None:
 @pytest.mark.parametrize("url", ["/data/e.pt", "https://h/e.PTH?x", "file:///e.pkl"])
 def test_pickles_are_not_opened(url: str) -> None:
     assert "save the embedding as .safetensors" in refused({"image_url": urls(url)})
+
+
+def test_items_of_all_modalities_count_together() -> None:
+    data = {"image_url": [{"Url": "data:,"}] * 2, "audio_url": [{"Url": "data:,"}]}
+    assert len(parse(data, max_items=3)) == 3
+    with pytest.raises(InvalidRequest, match="3 media items, the limit is 2"):
+        parse(data, max_items=2)

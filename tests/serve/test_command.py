@@ -79,9 +79,14 @@ def test_what_the_processes_get(planned, tmp_path, fakes):
 
 
 def test_asking_whether_a_worker_is_ready_leaves_nothing_in_its_log(planned):
-    assert planned()["Middle"].env["DYN_LOG"] == "info,tower_http=off" and "DYN_LOG" not in planned()["Front"].env
+    assert planned()["Middle"].env["DYN_LOG"] == "info,tower_http=off"
     assert planned(environ={"DYN_LOG": "warn"})["Back"].env["DYN_LOG"] == "warn,tower_http=off"
     assert "DYN_LOG" not in planned(environ={"DYN_LOG": "tower_http=info"})["Back"].env
+
+
+def test_the_frontend_writes_no_url_into_its_log(planned):
+    assert planned()["Front"].env["DYN_LOG"] == "info,mm_routing=error"
+    assert "DYN_LOG" not in planned(environ={"DYN_LOG": "mm_routing=debug"})["Front"].env
 
 
 def test_one_host_finds_itself_by_files_in_a_private_folder(planned, tmp_path):

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+
 import pytest
 
 from dynamo_epd.contract.errors import ConfigError
@@ -57,3 +59,19 @@ def test_what_cannot_be_used_is_named(role, more, words):
 def test_a_model_that_is_no_directory(tmp_path):
     with pytest.raises(ConfigError, match="config.json"):
         args("agg", model=tmp_path)
+
+
+def test_a_script_for_dynamo_trtllm_keeps_its_flags():
+    flags = ("--enable-multimodal", "--modality", "multimodal", "--max-num-tokens", "4096", "--kv-block-size", "16")
+    worker, config = args("pd", *flags, "--override-engine-args", '{"kv_cache_config": {"max_tokens": 9}}')
+    assert worker.role == "agg" and config.component == "backend"
+    assert json.loads(worker.engine_overrides) == {
+        "max_num_tokens": 4096,
+        "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 9},
+    }
+    assert args("agg")[0].engine_overrides is None
+
+
+def test_what_overrides_the_engine_comes_before_a_flag():
+    worker, _ = args("agg", "--max-seq-len", "100", "--override-engine-args", '{"max_seq_len": 200}')
+    assert json.loads(worker.engine_overrides) == {"max_seq_len": 200}

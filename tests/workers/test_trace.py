@@ -53,3 +53,9 @@ def test_half_a_trace_is_not_left_behind(write, tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.write_bytes", full)
     write("a")
     assert not list((tmp_path / "traces").iterdir())
+
+
+def test_a_trace_is_for_its_owner_alone(write, tmp_path):
+    write("a")
+    modes = {path.stat().st_mode & 0o077 for path in (tmp_path / "traces", tmp_path / "traces" / "a.prefill.json")}
+    assert modes == {0}

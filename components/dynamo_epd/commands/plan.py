@@ -117,11 +117,14 @@ def _report(load: Workload, goal: Goal, result: Result, cache_gb: float) -> dict
         "load": asdict(load),
         "stages": stages,
         "gpus": sum(stage["gpus"] for stage in stages.values()),
+        "cache_gb": cache_gb,
         "ttft_ms": {"mean": round(float(result.ttft_ms.mean()), 1), **percentiles},
     }
 
 
 def _print(report: dict[str, Any]) -> None:
+    from ..transfer.config import TransferConfig
+
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
@@ -140,11 +143,14 @@ def _print(report: dict[str, Any]) -> None:
     console.print(table)
     print("for dynamo-epd serve (workers are those of all hosts together):")
     for name, stage in report["stages"].items():
-        service = _SERVICE[name]
-        print(
-            f"  --{service}.ServiceArgs.workers={stage['workers']}"
-            f" --{service}.transfer-arena-bytes={stage['transfer_arena_bytes']}"
-        )
+        service, arena, usual = _SERVICE[name], stage["transfer_arena_bytes"], TransferConfig.arena_bytes
+        flags = [f"--{service}.ServiceArgs.workers={stage['workers']}"]
+        if name == "encode" and report["cache_gb"]:
+            flags.append(f"--{service}.multimodal-embedding-cache-capacity-gb={report['cache_gb']:g}")
+        # A smaller one than workers have anyway would only be in the way of what the YAML file says.
+        if arena > usual:
+            flags.append(f"--{service}.transfer-arena-bytes={arena}")
+        print(" ", *flags)
 
 
 def _plot(path: Path, load: Workload, goal: Goal, result: Result, seed: int) -> None:

@@ -23,7 +23,12 @@ def read(path: Path | str | None, override_json: str | None) -> dict[str, Any]:
     Raises:
         ConfigError: one of them cannot be read, or holds no keys and values.
     """
-    return _merge(_read_yaml(path), _read_json(override_json))
+    return overlaid(_read_yaml(path), override_json)
+
+
+def overlaid(base: Mapping[str, Any], override_json: str | None) -> dict[str, Any]:
+    """``base`` with a JSON object laid over it. Raises ``ConfigError``."""
+    return _merge(base, _read_json(override_json))
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class MediaLimits:
     Attributes:
         max_file_size_bytes: bytes of one item as it is stored, whatever the scheme it comes by.
         fetch_timeout: seconds for fetching one item, redirects included.
-        max_items: media items of one modality in one request.
+        max_items: media items in one request.
         max_image_pixels: width x height of an image or of one video frame; Pillow refuses images beyond 178,956,970.
         max_video_frames: frames taken from one video.
         max_video_pixels: frames x width x height taken from one video (3 bytes each).

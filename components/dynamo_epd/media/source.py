@@ -53,18 +53,17 @@ def parse_request_media(
         multi_modal_uuids: likewise; a list per modality with None for an item without.
 
     Raises:
-        InvalidRequest: more than ``limits.max_items`` items of a modality, an item that is not a URL (decoded by the
+        InvalidRequest: more than ``limits.max_items`` items, an item that is not a URL (decoded by the
             frontend, or known by its uuid only), an unknown kind of media, uuids that do not fit the items.
     """
     data = _lists(multi_modal_data, "multi_modal_data")
     uuids = _lists(multi_modal_uuids, "multi_modal_uuids")
     references = []
+    count = sum(map(len, data.values()))
+    if count > limits.max_items:
+        raise InvalidRequest(f"the request has {count} media items, the limit is {limits.max_items}; send fewer")
     for key, modality in _MODALITIES.items():
         items = data.get(key, [])
-        if len(items) > limits.max_items:
-            raise InvalidRequest(
-                f"the request has {len(items)} {modality} items, the limit is {limits.max_items}; send fewer"
-            )
         ids = uuids.get(key) or [None] * len(items)
         if len(ids) != len(items):
             raise InvalidRequest(f"multi_modal_uuids.{key} has {len(ids)} entries for {len(items)} {modality} items")

@@ -99,6 +99,10 @@ def prepare(
             probe = Probe("running")
             if service.entry:
                 probe = _entry_probe(config, {**environ, **env}, whole)
+                # Otherwise Dynamo 1.6.1's frontend writes the whole URL of a picture that it cannot measure.
+                log = {**environ, **env}.get("DYN_LOG", "info")
+                if "mm_routing" not in log:
+                    env["DYN_LOG"] = f"{log},mm_routing=error"
                 if probe.port:
                     url = f"{'https' if probe.kind == 'tcp' else 'http'}://{probe.host}:{probe.port}"
             elif service.health:

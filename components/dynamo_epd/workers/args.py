@@ -4,23 +4,37 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dynamo.common.backend.worker import WorkerConfig
 from dynamo.common.configuration.groups import DynamoRuntimeArgGroup, DynamoRuntimeConfig
 from dynamo.common.constants import DisaggregationMode
 
 from ..contract.errors import ConfigError
+from ..engine import arguments
 from ..transfer.config import TransferConfig, add_transfer_arguments, transfer_config
 
 Role = Literal["encode", "prefill", "decode", "agg"]
 
 _COMPONENTS: dict[Role, str] = {"encode": "encode", "prefill": "prefill", "decode": "backend", "agg": "backend"}
 _GIB = 1 << 30
+
+# dynamo.trtllm's flags for single engine keys, and where these stand in the engine YAML.
+_ENGINE_FLAGS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "--tensor-parallel-size": (int, ("tensor_parallel_size",)),
+    "--pipeline-parallel-size": (int, ("pipeline_parallel_size",)),
+    "--expert-parallel-size": (int, ("moe_expert_parallel_size",)),
+    "--max-batch-size": (int, ("max_batch_size",)),
+    "--max-num-tokens": (int, ("max_num_tokens",)),
+    "--max-seq-len": (int, ("max_seq_len",)),
+    "--kv-block-size": (int, ("kv_cache_config", "tokens_per_block")),
+    "--free-gpu-memory-fraction": (float, ("kv_cache_config", "free_gpu_memory_fraction")),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,14 @@ def parser() -> argparse.ArgumentParser:
     )
     DynamoRuntimeArgGroup().add_arguments(p)
     g = p.add_argument_group("role and model")
-    g.add_argument("--disaggregation-mode", choices=[*_COMPONENTS], default="agg")
+    g.add_argument(
+        "--disaggregation-mode",
+        choices=[*_COMPONENTS, "pd"],
+        default="agg",
+        help="pd is dynamo.trtllm's name for agg (default: %(default)s)",
+    )
+    g.add_argument("--enable-multimodal", action="store_true", help="as these workers always are")
+    g.add_argument("--modality", choices=["multimodal"], help="as these workers always are")
     g.add_argument("--model", "--model-path", required=True, metavar="DIR", help="Hugging Face model directory")
     g.add_argument("--served-model-name", help="name that clients use (default: the directory's name)")
     g.add_argument(
@@ -78,7 +99,9 @@ def parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("engine (prefill, decode, agg)")
     g.add_argument("--engine", choices=["auto", "trtllm", "reference"], default="auto")
     g.add_argument("--extra-engine-args", metavar="FILE", help="engine YAML, with TensorRT-LLM's keys")
-    g.add_argument("--override-engine-args", metavar="JSON", help="engine keys that override the YAML")
+    g.add_argument("--override-engine-args", metavar="JSON", help="engine keys that override the YAML and the flags")
+    for flag, (kind, path) in _ENGINE_FLAGS.items():
+        g.add_argument(flag, type=kind, metavar="N", help=f"the engine key {'.'.join(path)}")
     g.add_argument(
         "--keys",
         choices=["exact", "placeholder"],
@@ -134,7 +157,7 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
     a = parser().parse_args(argv)
     runtime = DynamoRuntimeConfig.from_cli_args(a)
     runtime.validate()
-    role: Role = a.disaggregation_mode
+    role: Role = "agg" if a.disaggregation_mode == "pd" else a.disaggregation_mode
     model = Path(a.model).expanduser()
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model {a.model}: there is no config.json in it; give a Hugging Face model directory")
@@ -163,7 +186,7 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
         served_model_name=a.served_model_name or model.resolve().name,
         engine=a.engine,
         engine_args=_existing(a.extra_engine_args, "--extra-engine-args"),
-        engine_overrides=a.override_engine_args,
+        engine_overrides=_overrides(a),
         keys=a.keys,
         device=a.device,
         dtype=a.dtype,
@@ -196,6 +219,19 @@ def parse(argv: Sequence[str] | None) -> tuple[WorkerArgs, WorkerConfig]:
         route_to_encoder=route,
     )
     return args, config
+
+
+def _overrides(a: argparse.Namespace) -> str | None:
+    """``--override-engine-args`` laid over what the flags for single keys say, as JSON."""
+    chosen: dict[str, Any] = {}
+    for flag, (_, path) in _ENGINE_FLAGS.items():
+        value = getattr(a, flag[2:].replace("-", "_"))
+        if value is not None:
+            place = chosen if len(path) == 1 else chosen.setdefault(path[0], {})
+            place[path[-1]] = value
+    if not chosen:
+        return a.override_engine_args
+    return json.dumps(arguments.overlaid(chosen, a.override_engine_args))
 
 
 def _component(endpoint: str | None) -> str | None:

@@ -16,6 +16,8 @@ from dynamo.common.backend.worker import WorkerConfig
 from .args import Role, WorkerArgs, parse
 from .base import EpdWorker
 
+logger = logging.getLogger(__name__)
+
 _ROLES: dict[Role, str] = {
     "encode": "encode:EncodeWorker",
     "prefill": "prefill:PrefillWorker",
@@ -34,6 +36,8 @@ def create_worker(args: WorkerArgs) -> EpdWorker:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one worker until it is told to stop. Raises ``ConfigError`` for flags that cannot be used."""
     args, config = parse(argv)
+    if foreign := sorted(name for name in os.environ if name.startswith("DYN_TRTLLM_")):
+        logger.warning("variables of dynamo.trtllm are not read here, use the flags: %s", ", ".join(foreign))
     worker = create_worker(args)
 
     async def made(_: list[str] | None) -> tuple[EpdWorker, WorkerConfig]:

@@ -30,7 +30,7 @@ class RequestTracer:
 
     def __init__(self, folder: Path, family: Family, *, role: str, tokens_per_block: int):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--trace-requests {folder}: {error}") from error
         self._folder, self._family, self._role, self._block = folder, family, role, tokens_per_block
@@ -58,6 +58,7 @@ class RequestTracer:
         name = re.sub(r"[^\w.-]", "_", request_id)[:100]
         path = self._folder / f"{name}.{self._role}.json"
         try:
+            path.touch(mode=0o600)  # the text of a prompt: for the worker's own user
             path.write_bytes(encode_trace(trace))
             self._failing = False
         except OSError as error:
