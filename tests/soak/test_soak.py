@@ -154,8 +154,7 @@ def grown(seen: Sequence[dict[str, Held]]) -> list[str]:
 @pytest.mark.parametrize(
     ("seconds", "kill_every"),
     [
-        (40, 5.0),
-        pytest.param(120, 15.0, marks=pytest.mark.slow),
+        (120, 15.0),
         pytest.param(1800, 60.0, marks=pytest.mark.slow),
     ],
 )
