@@ -119,3 +119,22 @@ def test_the_queue_is_not_counted_twice(observer):
 )
 def test_reasons_are_from_a_closed_list(error, reason):
     assert faults.reason(error) == reason
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("bad"),
+        InvalidRequest("bad", item="image 1"),
+        InvalidMetadata("digests", "too few"),
+        Unavailable("gone"),
+        Unavailable("gone", reason="other_model"),
+        TransferError("arena_full", "full"),
+        DeadlineExceeded("late"),
+        ValueError("a bug"),
+    ],
+)
+def test_the_first_fault_of_its_kind_has_a_zero_before_it(error):
+    observer = Observer()
+    counted = {(s.labels["outcome"], s.labels["reason"]) for m in observer.requests.collect() for s in m.samples}
+    assert (faults.outcome(error), faults.reason(error)) in counted

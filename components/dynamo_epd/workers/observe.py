@@ -26,6 +26,29 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 logger = logging.getLogger(__name__)
 
 PREFIX = "dynamo_component_mm_"
+_REASONS = {
+    "ok": ("",),
+    "cancelled": ("",),
+    "abandoned": ("",),
+    "invalid": ("item", "request", "metadata"),
+    "unavailable": (
+        *("no_handoff", "no_prefill", "other_model", "other_prompt", "deadline", "unavailable", "cancelled"),
+        *(
+            "timeout",
+            "peer_lost",
+            "expired",
+            "arena_full",
+            "too_large",
+            "checksum",
+            "generation",
+            "protocol",
+            "cancelled",
+        ),
+    ),
+    "failed": ("internal",),
+}
+"""The reasons that ``faults.reason`` gives, by outcome."""
+
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -38,7 +61,8 @@ def json_lines() -> bool:
 class Observer:
     """The metrics of one worker, in a registry that Dynamo's ``/metrics`` shows.
 
-    What can be counted is there with 0 from the start: an alert on the first of its kind needs the zero before it.
+    Requests of every outcome and reason are there with 0 from the start: an alert on the first of its kind needs the
+    zero before it. Of keys and items, only the commonest are.
     """
 
     def __init__(self) -> None:
@@ -75,8 +99,9 @@ class Observer:
         self.canaries = Counter(
             f"{PREFIX}canaries", "Health checks of this worker by outcome.", ["outcome"], registry=registry
         )
-        for outcome, reason in (("ok", ""), ("invalid", "item"), ("unavailable", "no_handoff"), ("failed", "internal")):
-            self.requests.labels(outcome, reason)
+        for outcome, reasons in _REASONS.items():
+            for reason in reasons:
+                self.requests.labels(outcome, reason)
         for kind, reason in (("exact", ""), ("text", ""), ("content", "engine"), ("uncacheable", "multimodal_input")):
             self.keys.labels(kind, reason)
         for source in ("cached", "computed"):
