@@ -54,14 +54,13 @@ class GeneralFamily(PretrainedFamily):
 
     @cached_property
     def _defaults(self) -> dict[Modality, dict[str, Any]]:
-        """What ``resolved_options`` gave for requests without options, which most are."""
-        return {}
+        """``resolved_options`` of a request without options, which most are, by modality."""
+        taken = [m for m in options.SECTION if options.subprocessor(self.processor, m) is not None]
+        return {modality: self._resolved(modality, {}) for modality in taken}
 
     def resolved_options(self, modality: Modality, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        if kwargs:
+        if kwargs or modality not in self._defaults:
             return self._resolved(modality, kwargs)
-        if modality not in self._defaults:
-            self._defaults[modality] = self._resolved(modality, kwargs)
         return dict(self._defaults[modality])
 
     def _resolved(self, modality: Modality, kwargs: Mapping[str, Any]) -> dict[str, Any]:
