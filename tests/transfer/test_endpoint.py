@@ -15,6 +15,7 @@ from dynamo_epd.contract.errors import ConfigError, TransferError
 from dynamo_epd.contract.handoff import TensorRef
 from dynamo_epd.transfer import Endpoint, TransferConfig, nixl_plane, open_transfer
 from dynamo_epd.transfer.metrics import register_transfer_metrics
+from dynamo_epd.transfer.offers import slot_index
 
 from .child import PATIENCE_S, WIDTH, blocked, make_offer, pattern
 from .conftest import Opened, rest
@@ -67,6 +68,17 @@ async def test_the_way_is_chosen_by_what_the_fabric_does(opened: Opened, tls: st
     sender, receiver = await pair(opened, "auto", tls=tls)
     (await receiver.fetch(await make_offer(sender, KB, 1))).release()
     assert list(receiver.links.ways().values()) == ["write" if tls else "map"]
+
+
+@pytest.mark.parametrize("mode", ["map", "read", "write"])
+async def test_memory_that_only_this_core_read_is_offered_again_first(opened: Opened, mode: str) -> None:
+    sender, receiver = await pair(opened, mode)
+    ref = await make_offer(sender, 64 * KB, 1)
+    (await receiver.fetch(ref)).release()
+    await rest(sender)
+    again = await make_offer(sender, 64 * KB, 2)
+    assert (slot_index(again.offer) == slot_index(ref.offer)) == (mode == "write")
+    receiver.decline(again)
 
 
 async def test_what_is_kept_is_not_moved_again(opened: Opened) -> None:

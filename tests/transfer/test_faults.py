@@ -126,6 +126,7 @@ async def test_a_sender_that_is_lost_during_a_transfer(
     config = {**settings(way), "verify_transfers": False}
     receiver, sender = await opened(**config), await spawn(**config)
     await good(sender, receiver, 1)
+    await sender.rest()  # or the end of the first offer sets it off
     await sender.call("arm", point=point, number=number)
     ref = await sender.offer(LARGE, 2)
     fetching = asyncio.create_task(fetched(receiver, LARGE, 2, ref))

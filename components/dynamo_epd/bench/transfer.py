@@ -125,7 +125,7 @@ class _Pair:
         self._errors.close()
 
     def measure(self, nbytes: int, count: int, warmup: int, concurrency: int) -> dict[str, Any]:
-        """``times`` (s) of ``count`` transfers, ``warmup`` in each lane before, and the ``seconds`` they took together.
+        """``times`` (s) of ``count`` transfers, and the ``seconds`` they took; at least ``warmup`` in each lane before.
 
         Raises:
             ConfigError: one of the processes failed; what it printed is in the message.

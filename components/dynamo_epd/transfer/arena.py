@@ -42,7 +42,7 @@ class Content:
 class Allocation:
     """One slot in use; freed when its last hold is released."""
 
-    __slots__ = ("arena", "block", "content", "generation", "holds", "nbytes", "offered", "quarantined")
+    __slots__ = ("arena", "block", "content", "generation", "holds", "nbytes", "quarantined", "read_elsewhere")
 
     def __init__(self, arena: Arena, block: Block, nbytes: int, generation: int):
         self.arena = arena
@@ -51,8 +51,8 @@ class Allocation:
         self.generation = generation
         self.holds = 0
         self.content: Content | None = None
-        self.offered = False
         self.quarantined = False
+        self.read_elsewhere = False  # by another core
 
     @property
     def index(self) -> int:
@@ -251,7 +251,7 @@ class Arena:
         self.memory.table[allocation.index] = 0
         if allocation.quarantined:
             self.quarantined_bytes -= allocation.room
-        self._space.give(allocation.block, read_elsewhere=allocation.offered)
+        self._space.give(allocation.block, read_elsewhere=allocation.read_elsewhere)
         if self._waiters:
             self.serve()
 

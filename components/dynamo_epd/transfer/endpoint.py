@@ -121,9 +121,11 @@ class Endpoint:
         if ref.nbytes > slot.nbytes:
             raise ValueError(f"{dtype} tensor of shape {shape} has {ref.nbytes} bytes, the slot has {slot.nbytes}")
         allocation.content = Content(shape, dtype)
-        allocation.offered = True
+        allocation.read_elsewhere = True
         number = self.offers.add(slot, ref.nbytes, self._clock())
         self._arm()
+        if self._carrier.plane is not None:
+            self._carrier.plane.offered()
         return TensorRef(self.address, self.agent, number, allocation.generation, digest, shape, dtype)
 
     @property
@@ -329,6 +331,7 @@ class Endpoint:
 
     def write(self, write: Write) -> None:
         peer = write.receiver
+        write.slot.allocation.read_elsewhere = False
         number = (
             self._carrier.send(
                 peer,

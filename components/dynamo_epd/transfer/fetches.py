@@ -358,9 +358,9 @@ class Fetches:
         slot.allocation.content = fetch.content
         watchers = list(fetch.watchers)
         self._over(fetch, None)
-        self._effects.taken(fetch)
         for watcher in watchers:
             watcher.done(slot.hold())
+        self._effects.taken(fetch)
         self._free(fetch)
 
     def _fail(self, fetch: Fetch, error: TransferError) -> None:
