@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .arena import Arena, Content, Hold, Waiter
+from .awake import Awake
 from .callers import abandon, release, require_rows, require_same, resolver
 from .carrier import INLINE_BYTES, Carrier
 from .config import GRANULE, TransferConfig
@@ -64,6 +65,7 @@ class Endpoint:
         self.address = ""
         self._clock = clock
         self._loop = asyncio.get_running_loop()
+        self._awake = Awake(self._loop)
         self._carrier = Carrier(region, plane, self._loop)
         if plane is not None:
             plane.noted = self._noted
@@ -124,8 +126,7 @@ class Endpoint:
         allocation.read_elsewhere = True
         number = self.offers.add(slot, ref.nbytes, self._clock())
         self._arm()
-        if self._carrier.plane is not None:
-            self._carrier.plane.offered()
+        self._awake.sign()
         return TensorRef(self.address, self.agent, number, allocation.generation, digest, shape, dtype)
 
     @property
@@ -165,6 +166,7 @@ class Endpoint:
         self.store.misses += 1
         self.moved_bytes += nbytes
         self.observe(self._clock() - begun)
+        self._awake.sign()
         # Telling the peer wakes it; the caller need not wait for that.
         self._loop.call_soon(self.decline, ref)
         return slot
@@ -256,6 +258,7 @@ class Endpoint:
         outcomes: dict[int, asyncio.Future[Hold]],
     ) -> None:
         """Fill in an outcome for each of ``wanted``: of the store, of a running transfer, or of a new one (``led``)."""
+        self._awake.sign()
         leads: dict[int, tuple[TensorRef, int]] = {}
         for i, ref in wanted.items():
             kept = self._at_hand(ref) if first == 0 else None
@@ -321,6 +324,7 @@ class Endpoint:
         self._loop.call_soon(self.decline, fetch.ref)
 
     def over(self, fetch: Fetch, error: TransferError | None) -> None:
+        self._awake.sign()
         if error is None:
             self.moved_bytes += fetch.nbytes
             self.observe(self._clock() - fetch.begun)
@@ -357,6 +361,7 @@ class Endpoint:
             self._arm()
 
     def _written(self, write: Write, error: str) -> None:
+        self._awake.sign()
         self._moves.pop(write, None)
         self.offers.written(write, error)
         if isinstance(write.receiver, Peer) and write.receiver.fault is not None:

@@ -37,9 +37,6 @@ _SPIN_S = 0.001
 _WAKE_S = 60e-6
 """For this long after a move was posted, or bytes moved, the loop looks without a break. Then it yields the core
 after each look, for the peer may need it."""
-_LINGER_S = 500e-6
-"""Where two transfers were no further apart than this, the loop stays awake for as long after the second: in a burst,
-waking up for each message takes longer than moving the bytes."""
 _WORK_S = 10e-6
 """A call that makes progress and takes longer than this has moved bytes: more are likely to come at once."""
 _NAP_S = (30e-6, 0.02)
@@ -84,8 +81,6 @@ class NixlPlane:
         self._stopping = False
         self._spin_until = 0.0
         self._wake_until = 0.0
-        self._worked = 0.0
-        self._linger_s = 0.0
         self._spinning = False
         self._untold: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # on the event loop only
         try:
@@ -154,47 +149,31 @@ class NixlPlane:
         self._spin_until = now + _SPIN_S
         if self._jobs:
             self._wake_until = now + _WAKE_S
-        self._stay_awake(now)
-
-    def offered(self) -> None:
-        if self._loaded:
-            self._stay_awake(time.monotonic())
-
-    def _stay_awake(self, now: float) -> None:
-        self._linger_s = _LINGER_S if now - self._worked < _LINGER_S else 0.0
-        self._worked = now
-        if not self._spinning and (self._busy or self._linger_s):
+        if not self._spinning and self._busy:
             self._spinning = True
             self._loop.call_soon(self._spin)
 
     def _spin(self) -> None:
         now = time.monotonic()
+        if self._stopping:
+            return
         if self._busy and now < self._spin_until:
-            self._worked = self._drive(now)
-            if self._busy and self._worked > self._wake_until:
+            if self._agent_lock.acquire(blocking=False):
+                try:
+                    self._progress()
+                finally:
+                    self._agent_lock.release()
+                self._tell_all()
+            end = time.monotonic()
+            if end - now > _WORK_S:
+                self._wake_until = end + _WAKE_S
+            elif self._busy and now > self._wake_until:
                 os.sched_yield()
-        elif not self._busy and now < self._worked + self._linger_s:
-            os.sched_yield()
-        else:
-            self._spinning = False
-            if self._busy:
-                self._commands.put(_look)
-        if self._spinning and not self._stopping:
             self._loop.call_soon(self._spin)
-
-    def _drive(self, now: float) -> float:
-        """Make progress once, on the event loop; returns the time after it."""
-        if not self._agent_lock.acquire(blocking=False):
-            return now
-        try:
-            self._progress()
-        finally:
-            self._agent_lock.release()
-        self._tell_all()
-        end = time.monotonic()
-        if end - now > _WORK_S:
-            self._wake_until = end + _WAKE_S
-        return end
+            return
+        self._spinning = False
+        if self._busy:
+            self._commands.put(_look)
 
     def _tell_all(self) -> None:
         # Whoever is told may start something new here, which needs the lock.

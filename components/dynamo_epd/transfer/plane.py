@@ -77,10 +77,6 @@ class DataPlane(Protocol):
         """Undo one ``expect`` of as many bytes."""
         ...
 
-    def offered(self) -> None:
-        """Something was offered to peers, which may soon have it moved."""
-        ...
-
     def close(self) -> None:
         """Stop, and deregister the memory. Moves in flight end with an error."""
         ...
