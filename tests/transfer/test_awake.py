@@ -49,18 +49,18 @@ async def test_what_one_request_moves_is_no_burst() -> None:
 
 async def test_transfers_with_pauses_between_them_are_no_burst() -> None:
     watched = Watched()
-    watched.signs(100, 0.6 * MS)
+    watched.signs(100, 1.1 * MS)
     assert not await watched.sleepless()
 
 
 async def test_a_burst_keeps_the_loop_awake_for_as_long_as_its_longest_pause() -> None:
     watched = Watched()
-    watched.signs(16, 0.4 * MS)
+    watched.signs(16, 0.9 * MS)
     assert await watched.sleepless()
-    watched.now += 0.4 * MS
+    watched.now += 0.9 * MS
     assert await watched.sleepless()
     watched.awake.sign()
-    watched.now += 0.4 * MS
+    watched.now += 0.9 * MS
     assert await watched.sleepless()
     watched.now += 0.2 * MS
     assert not await watched.sleepless()

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 
-_PAUSE_S = 500e-6
+_PAUSE_S = 1e-3
 """A burst is over after a pause of this length, and for as long the loop stays awake after its last transfer."""
 _BURST = 16
 """So many signs of transfers make a burst: what one request moves does not."""

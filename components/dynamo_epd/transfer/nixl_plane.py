@@ -39,6 +39,8 @@ _WAKE_S = 60e-6
 after each look, for the peer may need it."""
 _WORK_S = 10e-6
 """A call that makes progress and takes longer than this has moved bytes: more are likely to come at once."""
+_FLOW_S = 200e-6
+"""For this long after bytes moved the thread looks without a break: a nap while more come lets the sockets fill up."""
 _NAP_S = (30e-6, 0.02)
 # A dead peer's moves end by themselves as soon as its sockets are seen to be closed.
 _LEAVE_S = 2.0
@@ -189,29 +191,32 @@ class NixlPlane:
 
     def _run(self) -> None:
         _sleep_exactly()
-        nap = _NAP_S[0]
+        nap, awake_until = _NAP_S[0], 0.0
         while not self._stopping:
             try:
                 if not self._busy or self._spinning:
                     command = self._commands.get()
-                elif nap:
-                    command = self._commands.get(timeout=nap)
-                else:
+                elif time.monotonic() < awake_until:
+                    os.sched_yield()
                     command = self._commands.get_nowait()
+                else:
+                    nap = min(nap * 1.2, _NAP_S[1])
+                    command = self._commands.get(timeout=nap)
             except queue.Empty:
-                nap = min(nap * 1.2, _NAP_S[1]) or _NAP_S[0]
+                pass
             else:
                 with self._agent_lock:
                     command()
-                nap = 0.0
+                nap, awake_until = _NAP_S[0], time.monotonic() + _FLOW_S
             if self._busy:
                 begun = time.monotonic()
                 with self._agent_lock:
                     self._progress()
                     if self._leaving:
                         self._leave(begun)
-                if time.monotonic() - begun > _WORK_S:
-                    nap = 0.0
+                end = time.monotonic()
+                if end - begun > _WORK_S:
+                    nap, awake_until = _NAP_S[0], end + _FLOW_S
         with self._agent_lock:
             self._shut()
 
