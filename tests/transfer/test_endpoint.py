@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_epd.contract.errors import ConfigError, TransferError
 from dynamo_epd.contract.handoff import TensorRef
-from dynamo_epd.transfer import Endpoint, TransferConfig, nixl_plane, open_transfer
+from dynamo_epd.transfer import Endpoint, TransferConfig, nixl_plane, open_transfer, peers
 from dynamo_epd.transfer.metrics import register_transfer_metrics
 from dynamo_epd.transfer.offers import slot_index
 
@@ -63,11 +63,24 @@ async def test_only_the_rows_that_are_missing_move(opened: Opened, mode: str, tl
     await rest(receiver)
 
 
-@pytest.mark.parametrize("tls", ["", "tcp"])
-async def test_the_way_is_chosen_by_what_the_fabric_does(opened: Opened, tls: str) -> None:
+@pytest.mark.parametrize(("tls", "mapped", "way"), [("", True, "map"), ("", False, "read"), ("tcp", True, "write")])
+async def test_the_way_is_chosen_by_what_the_fabric_does(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, tls: str, mapped: bool, way: str
+) -> None:
+    """UCX reads another process of the machine by itself (``cma``), and needs both over TCP."""
+    if not mapped:
+        monkeypatch.setattr(peers, "shared_memory_allowed", lambda: False)
     sender, receiver = await pair(opened, "auto", tls=tls)
     (await receiver.fetch(await make_offer(sender, KB, 1))).release()
-    assert list(receiver.links.ways().values()) == ["write" if tls else "map"]
+    assert list(receiver.links.ways().values()) == [way]
+
+
+async def test_a_peer_that_helps_others_meanwhile_is_not_taken_for_a_fabric_that_needs_no_help(opened: Opened) -> None:
+    sender, receiver = await pair(opened, "auto", tls="tcp")
+    sender.expect(64 << 20, True)
+    (await receiver.fetch(await make_offer(sender, KB, 1))).release()
+    sender.expect(64 << 20, False)
+    assert list(receiver.links.ways().values()) == ["write"]
 
 
 @pytest.mark.parametrize("mode", ["map", "read", "write"])

@@ -8,6 +8,7 @@ import gc
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.contract.handoff import TensorRef
@@ -198,10 +199,10 @@ async def test_progress_that_was_asked_for_ends_by_itself(opened: Opened) -> Non
     assert isinstance(await peer.next(), Hello)
     for request in range(1000):
         peer.send(Wire(request, bool((request + 1) % 3)))
-        assert await peer.next() == Wire(request, bool((request + 1) % 3))
+        assert replace(await peer.next(), driven=0) == Wire(request, bool((request + 1) % 3))
     await eventually(lambda: not plane._busy)  # type: ignore[union-attr]
     peer.send(Wire(1000, True))
-    assert await peer.next() == Wire(1000, True)
+    assert replace(await peer.next(), driven=0) == Wire(1000, True)
     assert plane._expected == 1  # type: ignore[union-attr]
     await eventually(lambda: not plane._busy)  # type: ignore[union-attr]
     peer.writer.close()

@@ -244,7 +244,7 @@ class Links:
                 self._unload(peer)
                 return
             with contextlib.suppress(TransferError):
-                peer.link.send(Wire(message.request, message.on, error[:1000]))
+                peer.link.send(Wire(message.request, message.on, error[:1000], plane.driven))
 
         if peer.loaded:
             ready("")

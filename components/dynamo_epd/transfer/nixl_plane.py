@@ -68,6 +68,7 @@ class NixlPlane:
 
     def __init__(self, name: str, region: Region, loop: asyncio.AbstractEventLoop):
         self.noted: Callable[[str, bytes], None] = lambda agent, note: None
+        self.driven = 0
         self._loop = loop
         self._loop_thread = 0
         self._region = region
@@ -221,6 +222,7 @@ class NixlPlane:
             self._shut()
 
     def _progress(self) -> None:
+        self.driven += 1  # before and after: one that is under way counts as well
         for job in list(self._jobs.values()):
             try:
                 state = self._agent.check_xfer_state(job.handle)
@@ -235,6 +237,7 @@ class NixlPlane:
         for agent, notes in self._agent.get_new_notifs().items():
             for note in notes:
                 self._tell(self.noted, agent, note)
+        self.driven += 1
 
     def _accept(self, job: _Job) -> None:
         if job.move.word:
@@ -247,6 +250,7 @@ class NixlPlane:
     def _post(self, job: _Job, local: Place, remote: Place, nbytes: int) -> None:
         agent = self._agent
         self._jobs[job.number] = job
+        self.driven += 1
         try:
             job.handle = agent.initialize_xfer(
                 job.move.op.upper(),

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _HEADER_BYTES = len(MAGIC) + NONCE_BYTES
 _PATIENCE_S = 0.03
 """A read that the fabric does by itself takes microseconds; one that needs the peer's CPU never ends without it."""
+_TRIES = 5
 
 
 class _NoLink:
@@ -77,7 +78,7 @@ class Peer:
         self.fault: TransferError | None = None
         self.alive = False
         self.greeting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._answers: dict[int, asyncio.Future[str]] = {}
+        self._answers: dict[int, asyncio.Future[Wire]] = {}
         self._owner = owner
         self._requests = 0
 
@@ -113,26 +114,28 @@ class Peer:
         """The peer's answer to ``wire``."""
         answer = self._answers.get(message.request)
         if answer is not None and not answer.done():
-            answer.set_result(message.error)
+            answer.set_result(message)
 
     def close(self) -> None:
         """Close the link, if there is one, and let nobody wait for it."""
         self.greeting.cancel()
         self.link.close()
 
-    async def wire(self, on: bool) -> None:
-        """Have the peer drive its data plane for this process, or stop doing so; returns when it does.
+    async def wire(self, on: bool) -> int:
+        """Have the peer drive its data plane for this process, or stop doing so; returns its ``driven`` when it does.
 
         Raises:
             TransferError: it cannot, or is gone.
         """
         self._requests += 1
-        answer = asyncio.get_running_loop().create_future()
-        self._answers[self._requests] = answer
+        future = asyncio.get_running_loop().create_future()
+        self._answers[self._requests] = future
         try:
             self.link.send(Wire(self._requests, on))
-            if error := await answer:
-                raise TransferError("peer_lost", error)
+            answer = await future
+            if answer.error:
+                raise TransferError("peer_lost", answer.error)
+            return answer.driven
         finally:
             self._answers.pop(self._requests, None)
 
@@ -177,7 +180,6 @@ async def choose_way(
     async with probing:
         await _probe(peer, region, plane)
         if mode == "auto":
-            await peer.wire(False)
             peer.way = "read" if await _reads_alone(peer, region, plane) else "write"
         else:
             peer.way = "read" if mode == "read" else "write"
@@ -195,15 +197,23 @@ async def _probe(peer: Peer, region: Region, plane: DataPlane) -> None:
 
 
 async def _reads_alone(peer: Peer, region: Region, plane: DataPlane) -> bool:
-    probe = asyncio.ensure_future(_probe(peer, region, plane))
-    try:
-        done, _ = await asyncio.wait({probe}, timeout=_PATIENCE_S)
+    """Whether a read succeeds while the peer does nothing. A peer that never rests counts as one that must help."""
+    for _ in range(_TRIES):
+        driven = await peer.wire(False)
+        probe = asyncio.ensure_future(_probe(peer, region, plane))
+        try:
+            done, _ = await asyncio.wait({probe}, timeout=_PATIENCE_S)
+            if not done:
+                await peer.wire(True)
+            await probe
+        finally:
+            probe.cancel()
         if not done:
-            await peer.wire(True)
-        await probe
-        return bool(done)
-    finally:
-        probe.cancel()
+            return False
+        if await peer.wire(False) == driven:
+            return True
+    logger.info("%s is too busy to be tried for reads that need no help of it", peer.hello.agent)
+    return False
 
 
 async def _ended(start: Callable[[Callable[[str], None]], object]) -> None:

@@ -50,6 +50,9 @@ class DataPlane(Protocol):
     noted: Callable[[str, bytes], None]
     """To be set: called on the event loop with the agent's name and the note of each write that has arrived here."""
 
+    driven: int
+    """Grows whenever this process drives the fabric: while it stands still, what peers read here they read alone."""
+
     metadata: bytes
     """What a peer must load before it can move anything to or from here."""
 

@@ -66,11 +66,13 @@ class Wire(Message, frozen=True):
     Attributes:
         request: number to tell the answers apart.
         error: in an answer: why the data plane cannot serve the fetcher; empty otherwise.
+        driven: in an answer: ``DataPlane.driven``.
     """
 
     request: Count
     on: bool
     error: Text = ""
+    driven: Count = 0
 
 
 class Reading(Message, frozen=True):
