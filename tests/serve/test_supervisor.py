@@ -132,12 +132,23 @@ def test_the_deadline_ends_a_service_that_will_not_stop(serve):
     assert run.left() == []
 
 
-def test_a_second_ctrl_c_kills_at_once(serve):
+def test_a_second_request_to_stop_kills_at_once(serve):
     run = serve({"Middle": {"ignore-term": True}}, "--stop-timeout", "600")
     run.until_said(ALL_READY)
     run.process.send_signal(signal.SIGINT)
     run.until_journal("term Middle")
-    assert run.end(signal.SIGINT) == KILLED
+    assert run.end(signal.SIGTERM) == KILLED
+    assert run.left() == []
+
+
+def test_one_request_to_stop_that_arrives_twice_is_one(serve):
+    """As from ``timeout``, which signals its command and then its whole process group."""
+    run = serve({"Middle": {"ignore-term": True}}, "--stop-timeout", "1")
+    run.until_said(ALL_READY)
+    run.process.send_signal(signal.SIGTERM)
+    run.until(lambda: not _pending(run.process.pid), "delivery")
+    assert run.end(signal.SIGTERM) == KILLED
+    assert run.journal()[-1] == "end Back"
     assert run.left() == []
 
 
@@ -185,15 +196,14 @@ def test_services_end_even_when_both_are_killed(serve):
     assert "end Front" not in run.journal()
 
 
-def test_the_third_ctrl_c_ends_a_supervisor_that_does_not_answer(serve):
+def test_the_third_request_to_stop_ends_a_supervisor_that_does_not_answer(serve):
     run = serve()
     run.until_said(ALL_READY)
     os.kill(run.supervisor(), signal.SIGSTOP)
-    for _ in range(2):
-        run.process.send_signal(signal.SIGINT)
-        # Two signals of one kind that arrive together are one.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        run.process.send_signal(number)
         run.until(lambda: not _pending(run.process.pid), "delivery")
-    assert run.end(signal.SIGINT) == 128 + signal.SIGKILL
+    assert run.end(signal.SIGHUP) == 128 + signal.SIGKILL
     assert run.left() == []
 
 

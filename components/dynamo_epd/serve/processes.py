@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -28,6 +29,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LAST_DEADLINE = 10.0
+_ECHO_S = 0.1
+"""A signal that comes again sooner is the same: ``timeout`` and its kin signal their command, then its whole group."""
 
 
 def spawn(
@@ -118,9 +121,14 @@ def guard() -> Path | int:
         return folder
 
     asked = 0
+    heard = dict.fromkeys(signals, -math.inf)
 
     def pass_on(number: int, _: object) -> None:
         nonlocal asked
+        now = time.monotonic()
+        if now - heard[signal.Signals(number)] < _ECHO_S:
+            return
+        heard[signal.Signals(number)] = now
         asked += 1
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL if asked > 2 else number)
