@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from ..contract.errors import ConfigError
-from .config import TransferConfig, add_transfer_arguments, resolve_host, transfer_config
+from .config import TransferConfig, add_transfer_arguments, resolve_host, transfer_config, wire_device
 from .endpoint import Endpoint
 from .memory import open_region
 
@@ -32,9 +32,11 @@ async def open_transfer(config: TransferConfig | None = None, clock: Callable[[]
     loop = asyncio.get_running_loop()
     agent = f"{config.agent_prefix}-{os.getpid()}-{secrets.token_hex(6)}"
     region = await loop.run_in_executor(None, open_region, config.arena_bytes, config.kind, config.device)
-    plane = None if config.mode == "map" else await loop.run_in_executor(None, NixlPlane, agent, region, loop)
-    endpoint = Endpoint(config, agent, region, plane, clock)
     host = resolve_host(config.host)
+    plane = None
+    if config.mode != "map":
+        plane = await loop.run_in_executor(None, lambda: NixlPlane(agent, region, loop, wire_device(host)))
+    endpoint = Endpoint(config, agent, region, plane, clock)
     try:
         await endpoint.open(host)
     except OSError as error:

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ _NAP_S = (30e-6, 0.02)
 _LEAVE_S = 2.0
 _CLOSE_S = 10.0
 _PR_SET_TIMERSLACK = 29
+_NET_DEVICES = "UCX_NET_DEVICES"
+_environment = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -62,11 +64,14 @@ class _Job:
 class NixlPlane:
     """A ``DataPlane``. Made on the event loop's thread or another; used from the event loop only.
 
+    Args:
+        device: the only network device that UCX may use; None for all.
+
     Raises:
         ConfigError: NIXL or its UCX backend cannot be used.
     """
 
-    def __init__(self, name: str, region: Region, loop: asyncio.AbstractEventLoop):
+    def __init__(self, name: str, region: Region, loop: asyncio.AbstractEventLoop, device: str | None = None):
         self.noted: Callable[[str, bytes], None] = lambda agent, note: None
         self.driven = 0
         self._loop = loop
@@ -89,7 +94,8 @@ class NixlPlane:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
 
-            self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+            with _only(device):
+                self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
             self._registered = [
                 self._agent.register_memory([(address, nbytes, device, "")], _SEGMENT[kind])
                 for address, nbytes, device, kind in _regions(region)
@@ -363,6 +369,23 @@ class NixlPlane:
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(descriptors)
         del self._agent
+
+
+@contextlib.contextmanager
+def _only(device: str | None) -> Iterator[None]:
+    """Agents that are made here use this network device: UCX reads it from the environment, once."""
+    if device is None:
+        yield
+        return
+    with _environment:
+        before = os.environ.get(_NET_DEVICES)
+        os.environ[_NET_DEVICES] = device
+        try:
+            yield
+        finally:
+            del os.environ[_NET_DEVICES]
+            if before is not None:
+                os.environ[_NET_DEVICES] = before
 
 
 def _sleep_exactly() -> None:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which network device the data plane uses where it has TCP alone: the one whose address the peers are told."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from dynamo_epd.transfer.config import wire_device
+
+from .child import WIDTH, make_offer
+from .conftest import Opened
+
+
+@pytest.mark.parametrize(
+    ("tls", "devices", "host", "found"),
+    [
+        ("tcp", None, "127.0.0.1", "lo"),
+        ("TCP, self", "all", "127.0.0.1", "lo"),
+        ("tcp", None, "localhost", "lo"),
+        ("tcp", None, "203.0.113.9", None),
+        ("tcp", None, "::1", None),
+        ("tcp", None, "no such host", None),
+        ("tcp", "eth7", "127.0.0.1", None),
+        ("rc,tcp", None, "127.0.0.1", None),
+        ("cuda_ipc,tcp", None, "127.0.0.1", None),
+        ("^tcp", None, "127.0.0.1", None),
+        (None, None, "127.0.0.1", None),
+    ],
+)
+def test_the_device_is_chosen_where_it_is_ours_to_choose(
+    monkeypatch: pytest.MonkeyPatch, tls: str | None, devices: str | None, host: str, found: str | None
+) -> None:
+    for name, value in (("UCX_TLS", tls), ("UCX_NET_DEVICES", devices)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert wire_device(host) == found
+
+
+@pytest.mark.parametrize("before", [None, "all"])
+async def test_nobody_else_is_listened_to(opened: Opened, monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("UCX_NET_DEVICES", before)
+    sender, receiver = await opened(mode="write", tls="tcp"), await opened(mode="write", tls="tcp")
+    (await receiver.fetch(await make_offer(sender, WIDTH, 1))).release()
+    assert _own_addresses() == {"127.0.0.1"}
+    assert os.environ.get("UCX_NET_DEVICES") == before
+
+
+def _own_addresses() -> set[str]:
+    """At which this process has IPv4 sockets, listening or connected."""
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
+        except FileNotFoundError:
+            continue  # the one that lists them
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return {socket.inet_ntoa(bytes.fromhex(row[1].split(":")[0])[::-1]) for row in rows if row[9] in inodes}
