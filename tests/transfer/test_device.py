@@ -24,6 +24,7 @@ from .conftest import Opened
         ("tcp", None, "203.0.113.9", None),
         ("tcp", None, "::1", None),
         ("tcp", None, "no such host", None),
+        ("tcp", None, "x" * 300, None),
         ("tcp", "eth7", "127.0.0.1", None),
         ("rc,tcp", None, "127.0.0.1", None),
         ("cuda_ipc,tcp", None, "127.0.0.1", None),

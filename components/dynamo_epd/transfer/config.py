@@ -155,7 +155,7 @@ def wire_device(host: str) -> str | None:
     names = {name.strip() for name in os.environ.get("UCX_TLS", "").lower().split(",")}
     if "tcp" not in names or names - {"tcp", "self"} or os.environ.get("UCX_NET_DEVICES", "all") != "all":
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError, UnicodeError):
         wanted = socket.inet_aton(socket.gethostbyname(host))
         for _, device in socket.if_nameindex():
             with contextlib.suppress(OSError):  # a device without an address
