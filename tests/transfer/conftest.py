@@ -26,6 +26,8 @@ from dynamo_epd.transfer import Endpoint, TransferConfig, open_transfer
 
 from .child import PATIENCE_S, Clock, at_rest, jump, state
 
+WAYS = [("map", ""), ("read", ""), ("write", ""), ("read", "tcp"), ("write", "tcp")]
+"""A mode, and UCX_TLS."""
 LATER_S = 1000.0
 """By when everything that has a deadline is over."""
 
@@ -188,3 +190,7 @@ async def opened(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opened]:
     yield make
     for endpoint in endpoints:
         await asyncio.wait_for(endpoint.close(), PATIENCE_S)
+
+
+async def pair(opened: Opened, mode: str = "map", **config: object) -> tuple[Endpoint, Endpoint]:
+    return await opened(mode=mode, **config), await opened(mode=mode, **config)

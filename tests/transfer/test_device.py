@@ -9,7 +9,7 @@ from socket import inet_ntoa
 
 import pytest
 
-from dynamo_epd.transfer.config import wire_device
+from dynamo_epd.transfer.device import wire_device
 
 from .child import WIDTH, make_offer
 from .conftest import Opened

@@ -13,85 +13,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_epd.contract.errors import ConfigError, TransferError
 from dynamo_epd.contract.handoff import TensorRef
-from dynamo_epd.transfer import Endpoint, TransferConfig, nixl_plane, open_transfer, peers
+from dynamo_epd.transfer import TransferConfig, nixl_plane, open_transfer
 from dynamo_epd.transfer.metrics import register_transfer_metrics
-from dynamo_epd.transfer.offers import slot_index
 
 from .child import PATIENCE_S, WIDTH, blocked, make_offer, pattern
-from .conftest import Opened, rest
+from .conftest import WAYS, Opened, pair, rest
 
 KB = 1 << 10
-
-
-async def pair(opened: Opened, mode: str = "map", **config: object) -> tuple[Endpoint, Endpoint]:
-    return await opened(mode=mode, **config), await opened(mode=mode, **config)
-
-
-WAYS = [("map", ""), ("read", ""), ("write", ""), ("read", "tcp"), ("write", "tcp")]
-
-
-@pytest.mark.parametrize(("mode", "tls"), WAYS)
-async def test_bytes_arrive_whole(opened: Opened, mode: str, tls: str) -> None:
-    sender, receiver = await pair(opened, mode, tls=tls, verify_transfers=True)
-    for seed, nbytes in enumerate((WIDTH, 100 * KB, 3 << 20, 9 << 20)):
-        ref = await make_offer(sender, nbytes, seed)
-        slot = await receiver.fetch(ref)
-        assert torch.equal(slot.tensor(ref.shape, ref.dtype), pattern(nbytes, seed))
-        slot.release()
-    assert list(receiver.links.ways().values()) == [mode]
-    await rest(sender)
-    await rest(receiver)
-
-
-@pytest.mark.parametrize(("mode", "tls"), WAYS)
-async def test_only_the_rows_that_are_missing_move(opened: Opened, mode: str, tls: str) -> None:
-    sender, receiver = await pair(opened, mode, tls=tls)
-    nbytes = 64 * WIDTH
-    for first in (1, 17, 63):
-        ref = await make_offer(sender, nbytes, first)
-        slot = await receiver.fetch(ref, first=first)
-        assert slot.nbytes == nbytes - first * WIDTH
-        assert torch.equal(slot.tensor((64 - first, WIDTH), "uint8"), pattern(nbytes, first)[first:])
-        slot.release()
-    for first in (64, -1):
-        ref = await make_offer(sender, nbytes, 1)
-        with pytest.raises(TransferError, match=f"row {first} of TensorRef") as caught:
-            await receiver.fetch(ref, first=first)
-        receiver.decline(ref)
-        assert caught.value.reason == "protocol"
-    await rest(sender)
-    await rest(receiver)
-
-
-@pytest.mark.parametrize(("tls", "mapped", "way"), [("", True, "map"), ("", False, "read"), ("tcp", True, "write")])
-async def test_the_way_is_chosen_by_what_the_fabric_does(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch, tls: str, mapped: bool, way: str
-) -> None:
-    """UCX reads another process of the machine by itself (``cma``), and needs both over TCP."""
-    if not mapped:
-        monkeypatch.setattr(peers, "shared_memory_allowed", lambda: False)
-    sender, receiver = await pair(opened, "auto", tls=tls)
-    (await receiver.fetch(await make_offer(sender, KB, 1))).release()
-    assert list(receiver.links.ways().values()) == [way]
-
-
-async def test_a_peer_that_helps_others_meanwhile_is_not_taken_for_a_fabric_that_needs_no_help(opened: Opened) -> None:
-    sender, receiver = await pair(opened, "auto", tls="tcp")
-    sender.expect(64 << 20, True)
-    (await receiver.fetch(await make_offer(sender, KB, 1))).release()
-    sender.expect(64 << 20, False)
-    assert list(receiver.links.ways().values()) == ["write"]
-
-
-@pytest.mark.parametrize("mode", ["map", "read", "write"])
-async def test_memory_that_only_this_core_read_is_offered_again_first(opened: Opened, mode: str) -> None:
-    sender, receiver = await pair(opened, mode)
-    ref = await make_offer(sender, 64 * KB, 1)
-    (await receiver.fetch(ref)).release()
-    await rest(sender)
-    again = await make_offer(sender, 64 * KB, 2)
-    assert (slot_index(again.offer) == slot_index(ref.offer)) == (mode == "write")
-    receiver.decline(again)
 
 
 async def test_what_is_kept_is_not_moved_again(opened: Opened) -> None:

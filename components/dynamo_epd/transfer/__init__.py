@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 from ..contract.errors import ConfigError
-from .config import TransferConfig, add_transfer_arguments, resolve_host, transfer_config, wire_device
+from .config import TransferConfig, add_transfer_arguments, resolve_host, transfer_config
+from .device import wire_device
 from .endpoint import Endpoint
 from .memory import open_region
 

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import os
 import socket
-import struct
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -23,7 +20,6 @@ GRANULE = 4096
 MAX_ARENA_BYTES = GRANULE << 24
 """An offer's number holds the granule index of its slot in 24 bits."""
 
-_SIOCGIFADDR = 0x8915
 _SHARED_TRANSPORTS = {"all", "shm", "sm", "mm", "posix", "sysv", "cma", "knem", "xpmem"}
 
 
@@ -144,25 +140,6 @@ def shared_memory_allowed() -> bool:
         return True
     names = {name.strip().lstrip("\\") for name in chosen.lstrip("^").split(",")}
     return bool(names & _SHARED_TRANSPORTS) != chosen.startswith("^")
-
-
-def wire_device(host: str) -> str | None:
-    """The network device with the IPv4 address ``host``, where UCX is to use TCP alone; None: leave the choice to UCX.
-
-    UCX would spread what it sends by TCP over the fastest two devices of the machine, whether or not the peers can be
-    reached by both.
-    """
-    names = {name.strip() for name in os.environ.get("UCX_TLS", "").lower().split(",")}
-    if "tcp" not in names or names - {"tcp", "self"} or os.environ.get("UCX_NET_DEVICES", "all") != "all":
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError, UnicodeError):
-        wanted = socket.inet_aton(socket.gethostbyname(host))
-        for _, device in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # a device without an address
-                request = struct.pack("256s", device.encode())
-                if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == wanted:
-                    return device
-    return None
 
 
 def _variable(name: str) -> str:

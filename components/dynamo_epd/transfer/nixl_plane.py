@@ -19,11 +19,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ..contract.errors import ConfigError
+from .device import only
 from .memory import SCRATCH_WORDS, Region
 from .plane import Ended, Move, Place
 
@@ -46,8 +47,6 @@ _NAP_S = (30e-6, 0.02)
 _LEAVE_S = 2.0
 _CLOSE_S = 10.0
 _PR_SET_TIMERSLACK = 29
-_NET_DEVICES = "UCX_NET_DEVICES"
-_environment = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -94,7 +93,7 @@ class NixlPlane:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
 
-            with _only(device):
+            with only(device):
                 self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
             self._registered = [
                 self._agent.register_memory([(address, nbytes, device, "")], _SEGMENT[kind])
@@ -369,23 +368,6 @@ class NixlPlane:
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(descriptors)
         del self._agent
-
-
-@contextlib.contextmanager
-def _only(device: str | None) -> Iterator[None]:
-    """Agents that are made here use this network device: UCX reads it from the environment, once."""
-    if device is None:
-        yield
-        return
-    with _environment:
-        before = os.environ.get(_NET_DEVICES)
-        os.environ[_NET_DEVICES] = device
-        try:
-            yield
-        finally:
-            del os.environ[_NET_DEVICES]
-            if before is not None:
-                os.environ[_NET_DEVICES] = before
 
 
 def _sleep_exactly() -> None:
