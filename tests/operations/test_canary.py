@@ -26,7 +26,7 @@ PROBE = {"_HEALTH_CHECK": True}
 """What an operator's DYN_HEALTH_CHECK_PAYLOAD={} leaves of Dynamo's payload."""
 ROWS = 4
 """Of the picture, with the toy model."""
-MODES = ("auto", "map", "read", "write")
+MODES = ("auto", "map", "read", "write", "stream")
 
 
 async def started(role, model, *argv):

@@ -118,6 +118,7 @@ def arm(transfer: Endpoint, point: str, act: Callable[[], None]) -> None:
     """Have ``act`` called once, at a point of the next transfer.
 
     ``pull``: a receiver has asked, nothing was done for it; ``posted``: the data plane is in the middle of a move;
+    ``sending``, ``receiving``: a link that is there already is in the middle of a tensor;
     ``granted``: this process has sent its own request; ``done``: a receiver has said that it is finished;
     ``arrived``: all bytes are here and nobody was told.
     """
@@ -155,6 +156,19 @@ def arm(transfer: Endpoint, point: str, act: Callable[[], None]) -> None:
                 asyncio.get_running_loop().call_later(0.02, once)
 
         transfer.send = sending  # type: ignore[method-assign]
+    elif point in ("sending", "receiving"):
+        links = transfer.links
+        for peer in [*links._accepted, *links._dialled.values()]:
+            link: Any = peer.link
+            name, midst = ("_sent", _sends) if point == "sending" else ("_got", _receives)
+            original = getattr(link, name)
+
+            def piece(*args: Any, link: Any = link, original: Any = original, midst: Any = midst) -> None:
+                original(*args)
+                if midst(link):
+                    once()
+
+            setattr(link, name, piece)
     elif point == "posted":
         agent = transfer._carrier.plane._agent  # type: ignore[union-attr]
         post = agent.transfer
@@ -168,6 +182,14 @@ def arm(transfer: Endpoint, point: str, act: Callable[[], None]) -> None:
         agent.transfer = posting
     else:
         raise ValueError(point)
+
+
+def _sends(link: Any) -> bool:
+    return bool(link._unsent) and link._unsent[0].ended is not None and len(link._unsent[0].parts) == 1
+
+
+def _receives(link: Any) -> bool:
+    return link._incoming is not None
 
 
 class Server:

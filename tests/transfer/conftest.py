@@ -26,7 +26,7 @@ from dynamo_epd.transfer import Endpoint, TransferConfig, open_transfer
 
 from .child import PATIENCE_S, Clock, at_rest, jump, state
 
-WAYS = [("map", ""), ("read", ""), ("write", ""), ("read", "tcp"), ("write", "tcp")]
+WAYS = [("map", ""), ("read", ""), ("write", ""), ("read", "tcp"), ("write", "tcp"), ("stream", "tcp")]
 """A mode, and UCX_TLS."""
 LATER_S = 1000.0
 """By when everything that has a deadline is over."""

@@ -12,6 +12,7 @@ from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.contract.handoff import TensorRef
 from dynamo_epd.transfer.arena import Arena, Hold
 from dynamo_epd.transfer.config import GRANULE
+from dynamo_epd.transfer.control import Incoming
 from dynamo_epd.transfer.fetches import Fetch, Fetches, Watcher
 from dynamo_epd.transfer.offers import Write, offer_number
 from dynamo_epd.transfer.protocol import Done, Hello, Message
@@ -67,6 +68,7 @@ class OfferRecord:
 
     writes: list[Write] = field(default_factory=list)
     aborted: list[Write] = field(default_factory=list)
+    stopped: list[FakePeer] = field(default_factory=list)
     checks: list[tuple[int, Hold, int, int]] = field(default_factory=list)
     expected: int = 0
 
@@ -78,6 +80,9 @@ class OfferRecord:
 
     def abort(self, write: Write) -> None:
         self.aborted.append(write)
+
+    def stuck(self, receiver: FakePeer) -> None:
+        self.stopped.append(receiver)
 
     def answer_check(self, receiver: FakePeer, request: int, slot: Hold, skip: int, nbytes: int) -> None:
         self.checks.append((request, slot, skip, nbytes))
@@ -93,6 +98,7 @@ class FetchRecord:
     connecting: list[Fetch] = field(default_factory=list)
     moving: list[Fetch] = field(default_factory=list)
     summing: list[Fetch] = field(default_factory=list)
+    discarded: list[int] = field(default_factory=list)
     ended: list[TransferError | None] = field(default_factory=list)
     expected: int = 0
 
@@ -107,6 +113,12 @@ class FetchRecord:
 
     def expect(self, nbytes: int, on: bool) -> None:
         self.expected += 1 if on else -1
+
+    def receive(self, fetch: Fetch) -> Incoming:
+        return Incoming(fetch.nbytes, memoryview(bytearray(fetch.nbytes)), lambda: None)
+
+    def discard(self, link: FakeLink, nbytes: int) -> None:
+        self.discarded.append(nbytes)
 
     def taken(self, fetch: Fetch) -> None:
         if fetch.source is not None:

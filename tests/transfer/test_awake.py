@@ -68,7 +68,7 @@ async def test_a_burst_keeps_the_loop_awake_for_as_long_as_its_longest_pause() -
     assert not await watched.sleepless()
 
 
-@pytest.mark.parametrize(("mode", "tls", "each"), [("map", "", 1), ("write", "tcp", 2)])
+@pytest.mark.parametrize(("mode", "tls", "each"), [("map", "", 1), ("write", "tcp", 2), ("stream", "tcp", 2)])
 async def test_both_ends_of_a_transfer_take_notice(opened: Opened, mode: str, tls: str, each: int) -> None:
     """Of a copy once, of what takes longer at its begin and at its end."""
     sender, receiver = await opened(mode=mode, tls=tls), await opened(mode=mode, tls=tls)

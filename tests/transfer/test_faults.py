@@ -15,7 +15,7 @@ from blake3 import blake3
 from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.contract.handoff import TensorRef
 from dynamo_epd.transfer import Endpoint
-from dynamo_epd.transfer.protocol import Cancel, Check, Checked, Done, Ended, Pull, Reading
+from dynamo_epd.transfer.protocol import PAYLOAD_BYTES, Cancel, Check, Checked, Done, Ended, Pull, Reading
 
 from .child import WIDTH, arm, blocked, checksum, jump, make_offer, pattern, state
 from .conftest import LATER_S, PATIENCE_S, Child, Opened, Spawn, eventually, finish, rest
@@ -26,7 +26,12 @@ LARGE = 24 * MB
 """More than the sockets' buffers hold, so that a stopped peer stops the transfer."""
 
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
-WAYS = ["map", "write", pytest.param("read", marks=pytest.mark.slow)]
+WAYS = ["map", "write", "stream", pytest.param("read", marks=pytest.mark.slow)]
+
+
+def large(way: str) -> int:
+    """Bytes that take a while."""
+    return PAYLOAD_BYTES if way == "stream" else LARGE
 
 
 def expected(nbytes: int, seed: int) -> str:
@@ -113,6 +118,8 @@ async def test_a_sender_that_is_lost_between_two_transfers(spawn: Spawn, opened:
     ("way", "point"),
     [
         ("write", "pull"),
+        ("stream", "pull"),
+        ("stream", "sending"),
         pytest.param("read", "pull", marks=pytest.mark.slow),
         ("write", "posted"),
         ("map", "done"),
@@ -128,8 +135,9 @@ async def test_a_sender_that_is_lost_during_a_transfer(
     await good(sender, receiver, 1)
     await sender.rest()  # or the end of the first offer sets it off
     await sender.call("arm", point=point, number=number)
-    ref = await sender.offer(LARGE, 2)
-    fetching = asyncio.create_task(fetched(receiver, LARGE, 2, ref))
+    nbytes = large(way)
+    ref = await sender.offer(nbytes, 2)
+    fetching = asyncio.create_task(fetched(receiver, nbytes, 2, ref))
     if point == "done":
         assert await asyncio.wait_for(fetching, PATIENCE_S) == "ok"
     else:
@@ -138,7 +146,10 @@ async def test_a_sender_that_is_lost_during_a_transfer(
             with blocked(receiver):
                 await sender.stopped()
         assert await lost(sender, receiver, fetching, number) == LOST[number]
-        assert receiver.arena.quarantined_bytes == LARGE or (way, number) == ("read", signal.SIGKILL)
+        if way == "stream":
+            assert receiver.arena.used_bytes == 0  # nobody but this process writes to it
+        else:
+            assert receiver.arena.quarantined_bytes == LARGE or (way, number) == ("read", signal.SIGKILL)
     sender = await revive(sender, number, spawn, config)
     await good(sender, receiver, 3)
     await finish(receiver, sender)
@@ -163,6 +174,9 @@ async def test_a_sender_that_is_lost_while_it_is_read(spawn: Spawn, opened: Open
     [
         ("write", "granted"),
         ("write", "written to"),
+        ("stream", "granted"),
+        ("stream", "receiving"),
+        ("stream", "arrived"),
         pytest.param("read", "granted", marks=pytest.mark.slow),
         ("read", "posted"),
         ("map", "arrived"),
@@ -179,13 +193,14 @@ async def test_a_receiver_that_is_lost(spawn: Spawn, opened: Opened, way: str, p
         arm(sender, "posted", lambda: receiver.signal(number))
     else:
         await receiver.call("arm", point=point, number=number)
-    fetching = asyncio.create_task(receiver.fetch(await make_offer(sender, LARGE, 2)))
+    nbytes = large(way)
+    fetching = asyncio.create_task(receiver.fetch(await make_offer(sender, nbytes, 2)))
     await receiver.stopped()
     if number == signal.SIGSTOP or way == "map":  # nobody hears of a mapped copy before it is there
         jump(sender, LATER_S)
     # Whatever the receiver was doing, the offer ends, and with it all but memory that the fabric still reads.
     await eventually(lambda: not state(sender)["offers"] and (not sender.arena.used_bytes or sender.offers.writing))
-    assert sender.arena.used_bytes == (LARGE if sender.offers.writing else 0)
+    assert sender.arena.used_bytes == (nbytes if sender.offers.writing else 0)
     if number == signal.SIGKILL:
         fetching.cancel()
     else:
@@ -198,7 +213,7 @@ async def test_a_receiver_that_is_lost(spawn: Spawn, opened: Opened, way: str, p
         if point == "written to":
             await receiver.call("block", on=False)
         try:
-            assert await fetching == expected(LARGE, 2)
+            assert await fetching == expected(nbytes, 2)
         except TransferError as error:
             assert error.reason in ("timeout", "expired", "generation", "peer_lost")
     assert await receiver.fetch(await make_offer(sender, MB, 4)) == expected(MB, 4)
@@ -231,6 +246,49 @@ async def test_a_write_that_is_late_lands_in_quarantine_and_nowhere_else(spawn: 
         slot.release()
     await good(sender, receiver, 3)
     await finish(receiver, sender)
+
+
+async def test_bytes_over_the_link_that_are_late_go_nowhere(spawn: Spawn, opened: Opened) -> None:
+    config = {**settings("stream"), "arena_bytes": 16 * MB}
+    receiver, sender = await opened(**config), await spawn(**config)
+    await good(sender, receiver, 1)
+    await sender.call("arm", point="sending", number=signal.SIGSTOP)
+    fetching = asyncio.create_task(fetched(receiver, 8 * MB, 2, await sender.offer(8 * MB, 2)))
+    assert await lost(sender, receiver, fetching, signal.SIGSTOP) == "timeout"
+    # All of the memory is in use for something else when the sender goes on.
+    others = [await receiver.allocate(MB) for _ in range(16)]
+    for i, slot in enumerate(others):
+        slot.tensor((MB,), "uint8").fill_(i + 100)
+    sender.signal(signal.SIGCONT)
+    await sender.rest()
+    for i, slot in enumerate(others):
+        assert bool((slot.tensor((MB,), "uint8") == i + 100).all())
+        slot.release()
+    await good(sender, receiver, 3)  # over the same link
+    await finish(receiver, sender)
+
+
+async def test_a_receiver_that_stays_stopped_holds_no_memory_of_its_senders(spawn: Spawn, opened: Opened) -> None:
+    """It has what the kernel holds for it; the rest of what it asked for is given up with the link."""
+    config = {**settings("stream"), "verify_transfers": False}
+    sender, receiver = await opened(**config), await spawn(**config)
+    assert await receiver.fetch(await make_offer(sender, KB, 1)) == expected(KB, 1)
+    await receiver.call("arm", point="receiving", number=signal.SIGSTOP)
+    refs = [await make_offer(sender, PAYLOAD_BYTES, seed) for seed in range(2, 5)]
+    fetching = [asyncio.create_task(receiver.fetch(ref)) for ref in refs]
+    await receiver.stopped()
+    await eventually(lambda: sender.offers.writing)
+    assert sender.arena.used_bytes == 3 * PAYLOAD_BYTES
+    jump(sender, LATER_S)  # whatever waits is cancelled, what has begun has as long again
+    await eventually(lambda: sender.arena.used_bytes == PAYLOAD_BYTES)
+    assert sender.offers.writing == 1
+    jump(sender, LATER_S)
+    await rest(sender)
+    receiver.signal(signal.SIGCONT)
+    for outcome in await asyncio.gather(*fetching, return_exceptions=True):
+        assert isinstance(outcome, TransferError) and outcome.reason in ("peer_lost", "expired", "cancelled")
+    assert await receiver.fetch(await make_offer(sender, MB, 5)) == expected(MB, 5)
+    await finish(sender, receiver)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -348,7 +406,7 @@ async def test_an_arena_that_is_full(spawn: Spawn, opened: Opened) -> None:
 
 
 async def test_links_that_end_under_living_peers_are_made_anew(spawn: Spawn, opened: Opened) -> None:
-    for way in ("map", "read", "write"):
+    for way in ("map", "read", "write", "stream"):
         config = settings(way)
         receiver, sender = await opened(**config), await spawn(**config)
         for seed in range(3):

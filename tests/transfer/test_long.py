@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 TRANSFERS, WARM_UP = 10_000, 1_500
 
 
-@pytest.mark.parametrize(("mode", "tls"), [("map", ""), ("read", ""), ("write", "tcp")])
+@pytest.mark.parametrize(("mode", "tls"), [("map", ""), ("read", ""), ("write", "tcp"), ("stream", "tcp")])
 async def test_ten_thousand_transfers_leave_nothing(
     spawn: Spawn, opened: Opened, monkeypatch: pytest.MonkeyPatch, mode: str, tls: str
 ) -> None:
@@ -74,6 +74,7 @@ async def test_ten_thousand_transfers_leave_nothing(
     assert min(counts.values()) > 300
     assert all(now < 1.02 * then for then, now in zip(before, after, strict=True))
     assert not receiver.fetches._granted and not receiver.fetches._checks and not receiver.fetches._whole
+    assert not receiver.fetches._pulled
     assert not receiver._moves and len(receiver.links._dialled) == 1
     if receiver._carrier.plane is not None:
         agent = receiver._carrier.plane._agent  # type: ignore[attr-defined]

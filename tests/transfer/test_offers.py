@@ -8,7 +8,7 @@ import pytest
 from dynamo_epd.transfer.arena import Arena, Hold
 from dynamo_epd.transfer.config import GRANULE
 from dynamo_epd.transfer.offers import Offers, OfferState, slot_index
-from dynamo_epd.transfer.protocol import Cancel, Check, Checked, Done, Ended, Pull, Reading
+from dynamo_epd.transfer.protocol import PAYLOAD_BYTES, Cancel, Check, Checked, Done, Ended, Pull, Reading
 
 from .fakes import FakePeer, Memory, OfferRecord
 
@@ -29,7 +29,8 @@ class Offering:
     def offer(self, now: float = 0.0, nbytes: int = GRANULE) -> tuple[int, int]:
         """Number and generation of an offer that alone holds its slot."""
         slot = self.slot(nbytes)
-        number = self.offers.add(slot, nbytes, now)
+        number = self.offers.number(slot)
+        self.offers.add(number, slot, nbytes, now)
         slot.release()
         return number, slot.allocation.generation
 
@@ -37,8 +38,15 @@ class Offering:
         return self.offers.count(OfferState.OPEN), self.offers.count(OfferState.SERVING)
 
 
-def pull(offer: tuple[int, int], request: int = 1, skip: int = 0, nbytes: int = GRANULE, target: int = 0) -> Pull:
-    return Pull(request, *offer, skip, nbytes, target)
+def pull(
+    offer: tuple[int, int],
+    request: int = 1,
+    skip: int = 0,
+    nbytes: int = GRANULE,
+    target: int | None = 0,
+    last: bool = False,
+) -> Pull:
+    return Pull(request, *offer, skip, nbytes, target, last)
 
 
 def test_the_number_tells_the_slot() -> None:
@@ -105,6 +113,64 @@ def test_a_pull_that_does_not_fit_is_refused(change: dict[str, int], outcome: st
     (answer,) = peer.link.take()
     assert isinstance(answer, Ended) and answer.outcome == outcome
     assert not side.record.writes and side.states() == (1, 0)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_an_offer_that_is_sent_over_the_link_ends_with_its_bytes_where_they_are_the_last_word(last: bool) -> None:
+    side, peer = Offering(), FakePeer(granules=0)  # where the bytes go is the receiver's own affair
+    offer = side.offer()
+    side.offers.pull(peer, pull(offer, 1, skip=16, nbytes=100, target=None, last=last), 0.0)
+    (write,) = side.record.writes
+    assert (write.skip, write.nbytes, write.target) == (16, 100, None)
+    assert side.offers.writing == 1 and not side.offers.writes_to(peer)
+    side.offers.written(write, "")
+    assert side.states() == (0, 0 if last else 1)
+    side.offers.done(peer, Done(*offer))
+    assert side.states() == (0, 0) and side.arena.used_bytes == 0 and not side.offers.busy
+    assert not peer.link.take()
+
+
+def test_bytes_that_were_not_sent_leave_the_offer_to_its_receiver() -> None:
+    side, peer = Offering(), FakePeer()
+    offer = side.offer()
+    side.offers.pull(peer, pull(offer, target=None, last=True), 0.0)
+    side.offers.written(side.record.writes[0], "cancelled")
+    assert side.states() == (0, 1) and peer.link.take() == [Ended(1, "cancelled", "cancelled")]
+    side.offers.done(peer, Done(*offer))
+    assert side.arena.used_bytes == 0
+
+
+def test_more_than_a_link_carries_is_not_sent_over_it() -> None:
+    granules = PAYLOAD_BYTES // GRANULE + 1
+    side, peer = Offering(granules), FakePeer(granules=granules)
+    offer = side.offer(nbytes=granules * GRANULE)
+    side.offers.pull(peer, pull(offer, 1, nbytes=PAYLOAD_BYTES + 1, target=None), 0.0)
+    (answer,) = peer.link.take()
+    assert isinstance(answer, Ended) and answer.outcome == "protocol" and not side.record.writes
+    side.offers.pull(peer, pull(offer, 2, nbytes=PAYLOAD_BYTES, target=None), 0.0)
+    assert len(side.record.writes) == 1 and side.offers.writing == 1
+
+
+def test_a_link_that_does_not_take_its_bytes_is_closed_in_the_end() -> None:
+    """What waits for others has as long as a transfer may take, and what has begun as long again."""
+    side, peer, other = Offering(), FakePeer(), FakePeer("other")
+    side.offers.pull(peer, pull(side.offer(), 1, target=None), 0.0)
+    side.offers.pull(other, pull(side.offer(), 1, target=None), 1.0)
+    side.offers.pull(peer, pull(side.offer(), 2, target=0), 1.0)  # the fabric's: its end is not ours to say
+    begun, waiting, written = side.record.writes
+    side.offers.poll(TIMEOUT)
+    assert side.record.aborted == [begun]
+    side.offers.poll(TIMEOUT + 1.0)
+    assert side.record.aborted == [begun, waiting] and not side.record.stopped
+    side.offers.written(waiting, "cancelled")
+    side.offers.poll(2 * TIMEOUT - 0.1)
+    assert not side.record.stopped and side.offers.busy
+    side.offers.poll(2 * TIMEOUT)
+    side.offers.poll(9 * TIMEOUT)
+    assert side.record.stopped == [peer] and side.offers.writes_to(peer)
+    side.offers.written(begun, "the connection to the peer ended")
+    side.offers.written(written, "")
+    assert side.arena.used_bytes == 0 and not side.offers.busy
 
 
 def test_a_duplicate_pull_is_not_written_twice() -> None:

@@ -18,6 +18,7 @@ from dynamo_epd.transfer.protocol import (
     Framer,
     Hello,
     Message,
+    Payload,
     Pull,
     Reading,
     Wire,
@@ -31,6 +32,8 @@ MESSAGES: list[Message] = [
     Wire(1, False, "no"),
     Reading(4, 5, 6),
     Pull(1, 2, 3, 4, 5, 6),
+    Pull(1, 2, 3, 4, 5, None, True),
+    Payload(1, 7),
     Cancel(1),
     Ended(1, "cancelled"),
     Ended(2, "failed", "why"),
@@ -40,18 +43,35 @@ MESSAGES: list[Message] = [
 ]
 
 
+def cut(framer: Framer, data: bytes) -> list[Message]:
+    """The messages that ``data`` completes."""
+    framer.feed(data)
+    messages: list[Message] = []
+    while (message := framer.next()) is not None:
+        messages.append(message)
+    return messages
+
+
 def test_round_trip_in_any_pieces() -> None:
     stream = b"".join(map(encode, MESSAGES))
     for step in (1, 2, 3, 7, 50, len(stream)):
         framer, got = Framer(), []
         for start in range(0, len(stream), step):
-            got += framer.feed(stream[start : start + step])
+            got += cut(framer, stream[start : start + step])
         assert got == MESSAGES
+
+
+def test_bytes_behind_a_message_are_no_message() -> None:
+    framer = Framer()
+    framer.feed(encode(Payload(1, 7)) + encode(Done(1, 2))[:5])
+    assert framer.next() == Payload(1, 7)
+    assert framer.rest(3) == encode(Done(1, 2))[:3] and framer.rest(9) == encode(Done(1, 2))[3:5]
+    assert framer.rest(9) == b"" and cut(framer, encode(Cancel(3))) == [Cancel(3)]
 
 
 def refused(data: bytes) -> str:
     with pytest.raises(TransferError) as caught:
-        Framer().feed(data)
+        cut(Framer(), data)
     assert caught.value.reason == "protocol"
     return str(caught.value)
 
@@ -67,19 +87,23 @@ def test_unknown_version_says_what_to_do() -> None:
 def test_oversized_frame_is_refused_before_it_has_come() -> None:
     assert "frame of 1048577 bytes" in refused((protocol.MAX_FRAME_BYTES + 1).to_bytes(4, "little") + b"\x01")
     refused(bytes(5))
-    assert Framer().feed(protocol.MAX_FRAME_BYTES.to_bytes(4, "little") + b"\x01") == []
+    assert cut(Framer(), protocol.MAX_FRAME_BYTES.to_bytes(4, "little") + b"\x01") == []
 
 
 @pytest.mark.parametrize(
     "body",
     [
         ["Pull", 1, 2, 3, 4, 5],
-        ["Pull", 1, 2, 3, 4, 5, 6, 7],
+        ["Pull", 1, 2, 3, 4, 5, 6, True, 7],
         ["Pull", -1, 2, 3, 4, 5, 6],
         ["Pull", 1, 2, 3, 4, 0, 6],
         ["Pull", 1, 2, 3, 4, MAX_ARENA_BYTES + 1, 6],
         ["Pull", "1", 2, 3, 4, 5, 6],
         ["Pull", 1.5, 2, 3, 4, 5, 6],
+        ["Pull", 1, 2, 3, 4, 5, None, 1],
+        ["Pull", 1, 2, 3, 4, 5, -1],
+        ["Payload", 1, 0],
+        ["Payload", 1, protocol.PAYLOAD_BYTES + 1],
         ["Push", 1],
         ["Ended", 1, "well", ""],
         ["Done", None, 1],
@@ -101,9 +125,8 @@ def test_malformed_messages(body: object) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_never_gives_anything_but_a_protocol_error(data: bytes) -> None:
-    framer = Framer()
     try:
-        for message in framer.feed(data):
+        for message in cut(Framer(), data):
             assert isinstance(message, Message)
     except TransferError as error:
         assert error.reason == "protocol"
@@ -117,7 +140,7 @@ def test_a_flipped_byte_never_gives_anything_but_a_message_or_a_protocol_error(
     data = bytearray(encode(message))
     data[place % len(data)] = value
     try:
-        Framer().feed(bytes(data))
+        cut(Framer(), bytes(data))
     except TransferError as error:
         assert error.reason == "protocol"
 
@@ -125,8 +148,8 @@ def test_a_flipped_byte_never_gives_anything_but_a_message_or_a_protocol_error(
 def test_the_framer_keeps_no_more_than_one_frame() -> None:
     framer = Framer()
     for _ in range(1000):
-        framer.feed(encode(Done(1, 2)) * 3)
-    framer.feed(encode(HELLO)[:-1])
+        assert cut(framer, encode(Done(1, 2)) * 3) == [Done(1, 2)] * 3
+    assert cut(framer, encode(HELLO)[:-1]) == []
     assert len(framer._buffer) == len(encode(HELLO)) - 1
 
 

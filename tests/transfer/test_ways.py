@@ -49,7 +49,7 @@ async def test_only_the_rows_that_are_missing_move(opened: Opened, mode: str, tl
     await rest(receiver)
 
 
-@pytest.mark.parametrize(("tls", "mapped", "way"), [("", True, "map"), ("", False, "read"), ("tcp", True, "write")])
+@pytest.mark.parametrize(("tls", "mapped", "way"), [("", True, "map"), ("", False, "read"), ("tcp", True, "stream")])
 async def test_the_way_is_chosen_by_what_the_fabric_does(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, tls: str, mapped: bool, way: str
 ) -> None:
@@ -66,15 +66,15 @@ async def test_a_peer_that_helps_others_meanwhile_is_not_taken_for_a_fabric_that
     sender.expect(64 << 20, True)
     (await receiver.fetch(await make_offer(sender, KB, 1))).release()
     sender.expect(64 << 20, False)
-    assert list(receiver.links.ways().values()) == ["write"]
+    assert list(receiver.links.ways().values()) == ["stream"]
 
 
-@pytest.mark.parametrize("mode", ["map", "read", "write"])
+@pytest.mark.parametrize("mode", ["map", "read", "write", "stream"])
 async def test_memory_that_only_this_core_read_is_offered_again_first(opened: Opened, mode: str) -> None:
     sender, receiver = await pair(opened, mode)
     ref = await make_offer(sender, 64 * KB, 1)
     (await receiver.fetch(ref)).release()
     await rest(sender)
     again = await make_offer(sender, 64 * KB, 2)
-    assert (slot_index(again.offer) == slot_index(ref.offer)) == (mode == "write")
+    assert (slot_index(again.offer) == slot_index(ref.offer)) == (mode in ("write", "stream"))
     receiver.decline(again)

@@ -16,6 +16,7 @@ from dynamo_epd.transfer import Endpoint
 from dynamo_epd.transfer.memory import machine_id
 from dynamo_epd.transfer.protocol import (
     MAX_FRAME_BYTES,
+    PAYLOAD_BYTES,
     AnyMessage,
     Cancel,
     Check,
@@ -25,6 +26,7 @@ from dynamo_epd.transfer.protocol import (
     Framer,
     Hello,
     Message,
+    Payload,
     Pull,
     Reading,
     Wire,
@@ -61,7 +63,6 @@ class Stranger:
         self.reader = reader
         self.writer = writer
         self._framer = Framer()
-        self._messages: list[AnyMessage] = []
 
     @classmethod
     async def connect(cls, address: str, greet: bool = True) -> Stranger:
@@ -77,12 +78,18 @@ class Stranger:
             self.writer.write(message if isinstance(message, bytes) else encode(message))
 
     async def next(self) -> AnyMessage:
-        while not self._messages:
+        while (message := self._framer.next()) is None:
             data = await asyncio.wait_for(self.reader.read(1 << 16), 30)
             if not data:
                 raise EOFError
-            self._messages += self._framer.feed(data)
-        return self._messages.pop(0)
+            self._framer.feed(data)
+        return message
+
+    async def behind(self, count: int) -> bytes:
+        """What is behind the last message."""
+        while len(data := self._framer.rest(count)) < count:
+            self._framer.feed(data + await asyncio.wait_for(self.reader.read(1 << 16), 30))
+        return data
 
     async def ended(self) -> bool:
         """Whether the endpoint closed the connection without another word."""
@@ -113,6 +120,7 @@ MALFORMED = {
     "two hellos": encode(hello()) + encode(hello()),
     "ended": encode(hello()) + encode(Ended(1, "cancelled")),
     "checked": encode(hello()) + encode(Checked(1, b"")),
+    "payload": encode(hello()) + encode(Payload(1, 5)) + b"12345",
     "short": encode(hello()) + frame(b"\x92\xa4Pull\x01"),
 }
 
@@ -156,6 +164,35 @@ async def test_stale_duplicate_and_reordered_messages(opened: Opened) -> None:
     await still_good(sender, receiver)
 
 
+async def test_bytes_over_the_link_are_those_of_the_offer_and_no_others(opened: Opened) -> None:
+    sender = await opened(mode="map")
+    stranger = await Stranger.connect(sender.address)
+    ref = await make_offer(sender, 4 * KB, 1)
+    number, generation = ref.offer, ref.generation
+    content = bytes(pattern(4 * KB, 1).numpy())
+    refused = [
+        Pull(1, number, generation + 1, 0, 4 * KB, None),
+        Pull(2, number + (1 << 24), generation, 0, 4 * KB, None),
+        Pull(3, number, generation, 1, 4 * KB, None),
+        Pull(4, number, generation, 0, PAYLOAD_BYTES + 1, None),
+    ]
+    stranger.send(*refused)
+    answers = [await stranger.next() for _ in refused]
+    assert [getattr(answer, "outcome", "") for answer in answers] == ["generation", "expired", "protocol", "protocol"]
+    stranger.send(Pull(5, number, generation, KB, 2 * KB, None), Pull(5, number, generation, KB, 2 * KB, None, True))
+    assert await stranger.next() == Payload(5, 2 * KB)
+    assert await stranger.behind(2 * KB) == content[KB : 3 * KB]
+    assert state(sender)["offers"] == 1
+    stranger.send(Pull(6, number, generation, 0, 4 * KB, None, True))
+    assert await stranger.next() == Payload(6, 4 * KB)
+    assert await stranger.behind(4 * KB) == content
+    await rest(sender)
+    stranger.send(Pull(7, number, generation, 0, 4 * KB, None))
+    answer = await stranger.next()
+    assert isinstance(answer, Ended) and answer.outcome == "expired"
+    stranger.writer.close()
+
+
 async def test_ten_thousand_messages_about_nothing_leave_nothing(opened: Opened) -> None:
     """Of each kind, about offers that are unknown, have ended, or are another peer's: nothing is kept or driven."""
     sender, receiver = await opened(mode="write", tls="tcp", timeout=60.0), await opened(mode="write", tls="tcp")
@@ -172,7 +209,8 @@ async def test_ten_thousand_messages_about_nothing_leave_nothing(opened: Opened)
     for turn in range(0, 3400, 100):
         for request in range(turn, turn + 100):
             for number, generation in ((1 << 40, 1), (ended.offer, ended.generation), (held.offer, held.generation)):
-                stranger.send(Reading(request, number, generation), Pull(request, number, generation, 0, 1, 0))
+                target = None if request % 2 else 0
+                stranger.send(Reading(request, number, generation), Pull(request, number, generation, 0, 1, target))
                 stranger.send(Check(request, number, generation, 0, 1), Done(number, generation), Cancel(request))
         # A pull whose number was used or cancelled is a duplicate, which is not answered.
         for _ in range(100 * (3 * 3 + 1)):

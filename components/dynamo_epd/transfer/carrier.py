@@ -40,6 +40,7 @@ class Carrier:
         self.plane = plane
         self._loop = loop
         self._bytes = region.payload.numpy() if region.kind == "host" else np.empty(0, np.uint8)
+        self._view = self._bytes.data
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="epd-copy")
 
     def bring(self, peer: Peer, ref: TensorRef, skip: int, nbytes: int, slot: Hold, arrived: Arrived) -> None:
@@ -77,6 +78,11 @@ class Carrier:
         if mapped.table[index] != ref.generation:
             return TransferError("generation", "the offered memory was used for something else while it was read")
         return None
+
+    def view(self, slot: Hold, skip: int, nbytes: int) -> memoryview | None:
+        """Bytes ``[skip, skip + nbytes)`` of ``slot``, for a socket; None where they are not in host memory."""
+        start = slot.allocation.index * GRANULE + skip
+        return self._view[start : start + nbytes] if self.region.kind == "host" else None
 
     def send(
         self, peer: Peer, slot: Hold, skip: int, nbytes: int, target: int, note: bytes, ended: Ended

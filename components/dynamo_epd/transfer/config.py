@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from ..contract.errors import ConfigError
 
-Mode = Literal["auto", "map", "read", "write"]
+Mode = Literal["auto", "map", "read", "write", "stream"]
 Kind = Literal["host", "cuda"]
 
 GRANULE = 4096
@@ -38,7 +38,8 @@ class TransferConfig:
         timeout: seconds that a fetch or an allocation may take, unless the call says otherwise.
         verify_transfers: compare a BLAKE3 checksum of the bytes on both sides after each transfer.
         mode: how bytes move. ``auto`` maps the peer's memory on the same machine, reads where the fabric reads
-            without the peer's help, and has the peer write otherwise; ``map``, ``read``, ``write`` force one way.
+            without the peer's help, and has the peer send otherwise; ``map``, ``read``, ``write``, ``stream`` force one
+            way. ``stream`` is: small tensors over the control link, larger ones by a write of the peer's.
         keep_bytes: most bytes that ``keep`` may hold on to; None for all of the arena.
         agent_prefix: start of the NIXL agent's name.
     """
@@ -64,8 +65,10 @@ class TransferConfig:
             raise ConfigError(f"memory kind {self.kind!r} is not one of {', '.join(get_args(Kind))}")
         if self.mode not in get_args(Mode):
             raise ConfigError(f"transfer mode {self.mode!r} is not one of {', '.join(get_args(Mode))}")
-        if self.mode == "map" and self.kind == "cuda":
-            raise ConfigError("transfer mode 'map' shares host memory: device memory needs 'auto', 'read' or 'write'")
+        if self.mode in ("map", "stream") and self.kind == "cuda":
+            raise ConfigError(
+                f"transfer mode {self.mode!r} is for host memory: device memory needs 'auto', 'read' or 'write'"
+            )
         if self.keep_bytes is not None and self.keep_bytes < 0:
             raise ConfigError(f"keep_bytes {self.keep_bytes} must not be negative")
 
@@ -74,7 +77,7 @@ _FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("host", "--transfer-host", str, "address to listen on and to give to peers (auto: the default route's)"),
     ("port", "--transfer-port", int, "control port, 0 for a free one"),
     ("arena_bytes", "--transfer-arena-bytes", int, "bytes of registered memory for embeddings and KV"),
-    ("mode", "--transfer-mode", str, "auto, map, read or write"),
+    ("mode", "--transfer-mode", str, "auto, map, read, write or stream"),
     ("offer_ttl", "--offer-ttl", float, "seconds until an offer that nobody took ends"),
     ("timeout", "--transfer-timeout", float, "seconds that one transfer may take"),
 )

@@ -1,17 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane: links that carry ``protocol`` messages in order, and tell when the other process is gone."""
+"""The control plane: links that carry ``protocol`` messages in order, and tell when the other process is gone.
+
+A link also carries the bytes of small tensors, each right behind a message. It has its socket to itself, without a
+transport between: the bytes go from the sender's slot to the kernel and from there to the receiver's, and both sides
+know when a slot is not in use any more.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol
 
 from ..contract.errors import TransferError
 from .protocol import AnyMessage, Framer, Message, encode
 
+logger = logging.getLogger(__name__)
+
 MAX_UNSENT_BYTES = 1 << 20
+TURN_BYTES = 1 << 20
+"""Most bytes that a link moves before the event loop does something else (0.1 to 0.3 ms)."""
+_SEND_BYTES = 1 << 19
+_SCRATCH_BYTES = 1 << 14
+_ACCEPT_PAUSE_S = 1.0
+
+Ended = Callable[[str], None]
+"""Called once, from the event loop: an empty string for success, ``cancelled``, or what went wrong."""
+
+
+@dataclass(eq=False)
+class Incoming:
+    """Bytes that come behind a message.
+
+    Attributes:
+        left: how many have not come yet.
+        into: where those go; None: nobody wants them.
+        arrived: called when the last one is there.
+    """
+
+    left: int
+    into: memoryview | None
+    arrived: Callable[[], None]
+
+    def drop(self) -> None:
+        """What still comes is thrown away; ``arrived`` is not called."""
+        self.into = None
+
+    def got(self, count: int) -> None:
+        """The next ``count`` bytes are there."""
+        self.left -= count
+        if self.into is not None:
+            self.into = self.into[count:]
+            if not self.left:
+                self.arrived()
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    parts: list[memoryview]
+    ended: Ended | None = None
+    begun: bool = False
 
 
 class Link(Protocol):
@@ -25,8 +78,25 @@ class Link(Protocol):
         """
         ...
 
+    def send_bytes(self, message: Message, payload: memoryview, ended: Ended) -> Callable[[], None]:
+        """Send ``message`` and ``payload`` behind it; gives what cancels that, which has no effect once it has begun.
+
+        Args:
+            ended: called, never before this returns, when ``payload`` is not in use any more.
+        """
+        ...
+
+    def receive(self, nbytes: int, into: memoryview | None, arrived: Callable[[], None]) -> Incoming:
+        """Called for a message that has ``nbytes`` (>= 1) behind it, before anything else is read from the link.
+
+        Args:
+            into: where they go, as many; None: nowhere.
+            arrived: called once they are there; never where the link ends first.
+        """
+        ...
+
     def close(self) -> None:
-        """Close after what was sent. Safe to call twice."""
+        """Close; what the kernel has not taken yet is not sent. Safe to call twice."""
         ...
 
 
@@ -55,70 +125,222 @@ class LinkHandler(Protocol):
         ...
 
 
-class TcpLink(asyncio.Protocol):
-    """A ``Link`` over TCP."""
+class TcpLink:
+    """A ``Link`` over TCP.
 
-    def __init__(self, handler: LinkHandler):
+    Args:
+        sock: connected; the link closes it.
+    """
+
+    def __init__(self, handler: LinkHandler, sock: socket.socket):
         self._handler = handler
+        self._sock: socket.socket | None = sock
+        self._loop = asyncio.get_running_loop()
         self._framer = Framer()
-        self._transport: asyncio.Transport | None = None
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._incoming: Incoming | None = None
+        self._unsent: deque[_Outgoing] = deque()
+        self._unsent_bytes = 0  # of messages; what is behind them is bounded by the arena
+        self._writing = False
         self._fault: TransferError | None = None
-        self._closing = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        sock = transport.get_extra_info("socket")
+        sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A machine that vanished sends no FIN: find out within half a minute.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        self._handler.connected(self)
-
-    def data_received(self, data: bytes) -> None:
-        if self._fault or self._closing:
-            return
-        try:
-            for message in self._framer.feed(data):
-                self._handler.received(self, message)
-        except TransferError as error:
-            self._fault = error
-            self._handler.faulted(self, error)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        dead = not self._closing and (exc is None or isinstance(exc, ConnectionError))
-        cause = f": {exc}" if exc else ""
-        self._closing, self._transport = True, None
-        error = self._fault or TransferError("peer_lost", f"the connection to the peer ended{cause}")
-        self._handler.lost(self, error, dead)
+        self._loop.add_reader(sock, self._readable)
+        handler.connected(self)
 
     def send(self, message: Message) -> None:
-        if self._transport is None or self._closing:
+        if self._sock is None:
             return
-        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
             raise TransferError("peer_lost", "the peer does not read what it is sent")
-        self._transport.write(encode(message))
+        frame = memoryview(encode(message))
+        self._unsent_bytes += len(frame)
+        self._queue(_Outgoing([frame]))
+
+    def send_bytes(self, message: Message, payload: memoryview, ended: Ended) -> Callable[[], None]:
+        outgoing = _Outgoing([memoryview(encode(message)), payload], ended)
+        if self._sock is None:
+            self._loop.call_soon(ended, "the link is closed")
+        else:
+            self._queue(outgoing)
+        return lambda: self._cancel(outgoing)
+
+    def receive(self, nbytes: int, into: memoryview | None, arrived: Callable[[], None]) -> Incoming:
+        self._incoming = Incoming(nbytes, into, arrived)
+        return self._incoming
 
     def close(self) -> None:
-        self._closing = True
-        if self._transport is not None:
-            self._transport.close()
+        self._end(None, dead=False)
+
+    def _queue(self, outgoing: _Outgoing) -> None:
+        self._unsent.append(outgoing)
+        if not self._writing:
+            self._writable()
+
+    def _cancel(self, outgoing: _Outgoing) -> None:
+        if outgoing in self._unsent and not outgoing.begun and outgoing.ended is not None:
+            self._unsent.remove(outgoing)
+            self._loop.call_soon(outgoing.ended, "cancelled")
+
+    def _writable(self) -> None:
+        turn = TURN_BYTES
+        while self._sock is not None and self._unsent and turn > 0:
+            outgoing = self._unsent[0]
+            outgoing.begun = True
+            try:
+                sent = self._sock.sendmsg([part[:_SEND_BYTES] for part in outgoing.parts])
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                self._end(error, dead=isinstance(error, ConnectionError))
+                return
+            turn -= sent
+            self._sent(outgoing, sent)
+        if self._sock is not None and self._writing != bool(self._unsent):
+            self._writing = not self._writing
+            if self._writing:
+                self._loop.add_writer(self._sock, self._writable)
+            else:
+                self._loop.remove_writer(self._sock)
+
+    def _sent(self, outgoing: _Outgoing, count: int) -> None:
+        if outgoing.ended is None:
+            self._unsent_bytes -= count
+        parts = outgoing.parts
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][count:]
+            return
+        self._unsent.popleft()
+        if outgoing.ended is not None:
+            self._loop.call_soon(outgoing.ended, "")
+
+    def _readable(self) -> None:
+        turn = TURN_BYTES
+        while self._sock is not None and turn > 0:
+            incoming = self._incoming
+            target = self._scratch
+            if incoming is not None:
+                target = (target if incoming.into is None else incoming.into)[: min(incoming.left, turn)]
+            try:
+                count = self._sock.recv_into(target)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._end(error, dead=isinstance(error, ConnectionError))
+                return
+            if not count:
+                self._end(None, dead=True)
+                return
+            turn -= count
+            if self._fault is None:
+                self._received(count)
+            if self._incoming is not incoming and incoming is not None:
+                return  # whoever waits for it need not wait for a look at what comes next
+
+    def _received(self, count: int) -> None:
+        """The next bytes are in the scratch memory, or where those behind a message go."""
+        try:
+            if self._incoming is not None:
+                self._got(count)
+                return
+            self._framer.feed(self._scratch[:count])
+            while self._sock is not None and (message := self._framer.next()) is not None:
+                self._handler.received(self, message)
+                incoming = self._incoming
+                if incoming is not None and (data := self._framer.rest(incoming.left)):
+                    if incoming.into is not None:
+                        incoming.into[: len(data)] = data
+                    self._got(len(data))
+        except TransferError as error:
+            self._fault = error
+            self._incoming = None
+            self._handler.faulted(self, error)
+        except BaseException as error:
+            self._end(error, dead=False)
+            raise
+
+    def _got(self, count: int) -> None:
+        incoming = self._incoming
+        if incoming is not None:
+            if incoming.left == count:
+                self._incoming = None
+            incoming.got(count)
+
+    def _end(self, error: BaseException | None, dead: bool) -> None:
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return
+        self._loop.remove_reader(sock)
+        self._loop.remove_writer(sock)
+        sock.close()
+        self._incoming = None
+        for outgoing in self._unsent:
+            if outgoing.ended is not None:
+                self._loop.call_soon(outgoing.ended, "the connection to the peer ended")
+        self._unsent.clear()
+        cause = f": {error}" if error else ""
+        lost = self._fault or TransferError("peer_lost", f"the connection to the peer ended{cause}")
+        self._loop.call_soon(self._handler.lost, self, lost, dead)
 
 
-async def listen(host: str, port: int, accept: Callable[[], LinkHandler]) -> tuple[asyncio.Server, str]:
-    """Listen for links; returns the server and its address as ``host:port``.
+class Listener:
+    """Accepts links on ``sock``, which listens, until it is closed.
 
     Args:
         accept: gives the handler of each new link.
+    """
+
+    def __init__(self, sock: socket.socket, accept: Callable[[], LinkHandler]):
+        self.port: int = sock.getsockname()[1]
+        self._accept = accept
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._pause: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        self._listen()
+
+    def close(self) -> None:
+        """Accept no more, and close the socket."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+
+    def _listen(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._sock, self._ready)
+
+    def _ready(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError as error:
+            # Out of file descriptors, or of memory: whoever knocks waits until there are some.
+            logger.error("no link can be accepted: %s", error)
+            self._loop.remove_reader(self._sock)
+            self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._listen)
+            return
+        TcpLink(self._accept(), sock)
+
+
+async def listen(host: str, port: int, accept: Callable[[], LinkHandler]) -> tuple[Listener, str]:
+    """Listen for links; returns the listener and its address as ``host:port``.
 
     Raises:
         OSError: the address cannot be listened on.
     """
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: TcpLink(accept()), host, port)
-    bound = server.sockets[0].getsockname()[1]
-    return server, f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    listener = Listener(socket.create_server(address, family=family), accept)
+    return listener, f"[{host}]:{listener.port}" if ":" in host else f"{host}:{listener.port}"
 
 
 async def dial(address: str, handler: LinkHandler) -> TcpLink:
@@ -132,9 +354,26 @@ async def dial(address: str, handler: LinkHandler) -> TcpLink:
         number = int(port)
         if not 0 < number < 1 << 16:
             raise ValueError
-        _, link = await asyncio.get_running_loop().create_connection(lambda: TcpLink(handler), host.strip("[]"), number)
+        return TcpLink(handler, await _connect(host.strip("[]"), number))
     except ValueError:
         raise TransferError("protocol", f"{address!r} is not an address of the form host:port") from None
     except OSError as error:
         raise TransferError("peer_lost", f"no transfer endpoint at {address}: {error}") from error
-    return link
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    """A socket connected to the first address of ``host`` that answers. Raises ``OSError``."""
+    loop = asyncio.get_running_loop()
+    failure: OSError = ConnectionRefusedError("no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(socket.socket(family, kind, protocol))
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, address)
+            except OSError as error:
+                failure = error
+                continue
+            stack.pop_all()
+            return sock
+    raise failure

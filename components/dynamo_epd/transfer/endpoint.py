@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
@@ -20,14 +21,14 @@ from .awake import Awake
 from .callers import abandon, release, require_rows, require_same, resolver
 from .carrier import INLINE_BYTES, Carrier
 from .config import GRANULE, TransferConfig
-from .control import Link
+from .control import Incoming, Link
 from .fetches import Fetch, Fetches, Watcher
 from .links import Links
 from .memory import Region, machine_id
 from .offers import Offers, Receiver, Write, slot_index
 from .peers import Peer
 from .plane import DataPlane
-from .protocol import Checked, Hello, Message, note, noted
+from .protocol import PAYLOAD_BYTES, Checked, Hello, Message, Payload, note, noted
 from .store import Store
 
 _TICK_S = 0.05
@@ -70,7 +71,7 @@ class Endpoint:
         if plane is not None:
             plane.noted = self._noted
         self._timer: asyncio.TimerHandle | None = None
-        self._moves: dict[Write, int] = {}
+        self._moves: dict[Write, Callable[[], None]] = {}  # and how to hurry their ends
         self._closed = False
         self.links = Links(
             _hello(agent, region, plane),
@@ -119,15 +120,15 @@ class Endpoint:
     def offer(self, slot: Hold, *, digest: str, shape: Sequence[int], dtype: str) -> TensorRef:
         shape = tuple(shape)
         allocation = slot.allocation
-        ref = TensorRef(self.address, self.agent, 0, allocation.generation, digest, shape, dtype)
+        ref = TensorRef(self.address, self.agent, self.offers.number(slot), allocation.generation, digest, shape, dtype)
         if ref.nbytes > slot.nbytes:
             raise ValueError(f"{dtype} tensor of shape {shape} has {ref.nbytes} bytes, the slot has {slot.nbytes}")
         allocation.content = Content(shape, dtype)
         allocation.read_elsewhere = True
-        number = self.offers.add(slot, ref.nbytes, self._clock())
+        self.offers.add(ref.offer, slot, ref.nbytes, self._clock())
         self._arm()
         self._awake.sign()
-        return TensorRef(self.address, self.agent, number, allocation.generation, digest, shape, dtype)
+        return ref
 
     @property
     def offering(self) -> bool:
@@ -139,24 +140,36 @@ class Endpoint:
 
     async def fetch(self, ref: TensorRef, *, first: int = 0, timeout: float | None = None) -> Hold:
         require_rows(ref, first)
-        slot = self._at_once(ref) if first == 0 else None
-        return slot or (await self.fetch_all([ref], first=first, timeout=timeout))[0]
+        peer = self.links.known(ref.endpoint, ref.agent)
+        if peer is not None and not first and ref.digest not in self.store and not self.fetches.joinable(ref.digest):
+            if peer.mapped is not None:
+                slot = self._copied(ref, peer)
+                if slot is not None:
+                    return slot
+            elif peer.way == "stream" and ref.nbytes <= PAYLOAD_BYTES:
+                slot = self._room(ref.nbytes)
+                if slot is not None:
+                    return await self._pulled(ref, slot, peer, self._deadline(timeout))
+        return (await self.fetch_all([ref], first=first, timeout=timeout))[0]
 
-    def _at_once(self, ref: TensorRef) -> Hold | None:
+    def _room(self, nbytes: int) -> Hold | None:
+        """A slot, where one can be had without waiting."""
+        try:
+            return (self.arena.take([nbytes]) or (None,))[0]
+        except TransferError:
+            return None
+
+    def _copied(self, ref: TensorRef, peer: Peer) -> Hold | None:
         """A small tensor out of mapped memory, where that needs no waiting and nothing goes wrong; else None."""
-        peer = self.links.mapped(ref.endpoint, ref.agent)
         nbytes = ref.nbytes
         if (
-            peer is None
-            or nbytes > INLINE_BYTES
+            nbytes > INLINE_BYTES
             or self.config.verify_transfers
-            or ref.digest in self.store
-            or self.fetches.joinable(ref.digest)
             or slot_index(ref.offer) * GRANULE + nbytes > peer.hello.size
         ):
             return None
         begun = self._clock()
-        (slot,) = self.arena.take([nbytes]) or (None,)
+        slot = self._room(nbytes)
         if slot is None:
             return None
         if self._carrier.copy(peer, ref, 0, nbytes, slot) is not None:
@@ -170,6 +183,22 @@ class Endpoint:
         # Telling the peer wakes it; the caller need not wait for that.
         self._loop.call_soon(self.decline, ref)
         return slot
+
+    async def _pulled(self, ref: TensorRef, slot: Hold, peer: Peer, deadline: float) -> Hold:
+        """A small tensor over the link to a peer that is there, into ``slot``: as by ``fetch_all``, in fewer steps."""
+        self._awake.sign()
+        self.store.misses += 1
+        watcher, outcome = self._watcher(deadline)
+        self._bind(self.fetches.start_at_once(ref, slot, peer, watcher, self._clock()), watcher, outcome)
+        self._arm()
+        try:
+            return await outcome
+        except BaseException as error:
+            abandon(outcome)
+            self.decline(ref)
+            if isinstance(error, TransferError):
+                self._count(error)
+            raise
 
     async def fetch_all(self, refs: Sequence[TensorRef], *, first: int = 0, timeout: float | None = None) -> list[Hold]:
         """Fetch several tensors as ``fetch`` does one; memory for them is taken all at once, and all arrive or none."""
@@ -334,25 +363,34 @@ class Endpoint:
             self._carrier.checksum(fetch.slot, 0, fetch.nbytes, lambda done: self.fetches.summed(fetch, done))
 
     def write(self, write: Write) -> None:
-        peer = write.receiver
-        write.slot.allocation.read_elsewhere = False
-        number = (
-            self._carrier.send(
-                peer,
-                write.slot,
-                write.skip,
-                write.nbytes,
-                write.target,
-                note(write.request),
-                lambda error: self._written(write, error),
-            )
-            if isinstance(peer, Peer)
-            else None
-        )
-        if number is None:
-            self.offers.written(write, "cancelled")
-        else:
-            self._moves[write] = number
+        peer, slot, skip, nbytes = write.receiver, write.slot, write.skip, write.nbytes
+        slot.allocation.read_elsewhere = False
+        ended = partial(self._written, write)
+        if write.target is None:
+            view = self._carrier.view(slot, skip, nbytes)
+            if view is not None:
+                self._moves[write] = peer.link.send_bytes(Payload(write.request, nbytes), view, ended)
+                return
+        elif isinstance(peer, Peer):
+            number = self._carrier.send(peer, slot, skip, nbytes, write.target, note(write.request), ended)
+            if number is not None:
+                self._moves[write] = partial(self._carrier.cancel, number)
+                return
+        self.offers.written(write, "cancelled")
+
+    def receive(self, fetch: Fetch) -> Incoming:
+        slot, source = fetch.slot, fetch.source
+        if slot is None or source is None:
+            raise ValueError("a fetch without memory or peer has asked for nothing")
+        view = self._carrier.view(slot, 0, fetch.nbytes)
+        return source.link.receive(fetch.nbytes, view, partial(self.fetches.received, fetch))
+
+    def discard(self, link: Link, nbytes: int) -> None:
+        link.receive(nbytes, None, _nobody_waits)
+
+    def stuck(self, receiver: Receiver) -> None:
+        if isinstance(receiver, Peer):
+            self.links.stuck(receiver)
 
     def _noted(self, agent: str, data: bytes) -> None:
         request = noted(data)
@@ -369,7 +407,7 @@ class Endpoint:
 
     def abort(self, write: Write) -> None:
         if write in self._moves:
-            self._carrier.cancel(self._moves[write])
+            self._moves[write]()
 
     def answer_check(self, receiver: Receiver, request: int, slot: Hold, skip: int, nbytes: int) -> None:
         def answer(checksum: bytes) -> None:
@@ -402,6 +440,10 @@ class Endpoint:
 
     def _count(self, error: TransferError) -> None:
         self.failures[error.reason] = self.failures.get(error.reason, 0) + 1
+
+
+def _nobody_waits() -> None:
+    """For what is thrown away."""
 
 
 def _hello(agent: str, region: Region, plane: DataPlane | None) -> Hello:

@@ -4,7 +4,8 @@
     MEMORY -> PEER -> MOVING -> (CHECKING ->) over
 
 A fetch whose bytes may still arrive after it failed keeps its slot, in quarantine, until the peer has said its last
-word on it, or is dead and what it left in the sockets has been read.
+word on it, or is dead and what it left in the sockets has been read. Bytes that come over the link are put into the
+slot by this process alone: there the slot is free at once.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .arena import Arena, Content, Hold, Waiter
 from .config import GRANULE
-from .control import Link
+from .control import Incoming, Link
 from .offers import slot_index
-from .protocol import Cancel, Check, Done, Ended, Hello, Message, Pull, Reading
+from .protocol import PAYLOAD_BYTES, Cancel, Check, Done, Ended, Hello, Message, Payload, Pull, Reading
 
-Way = Literal["map", "read", "write"]
+Way = Literal["map", "read", "write", "stream"]
+"""``stream``: up to ``PAYLOAD_BYTES`` over the link; what is larger, as by ``write``."""
 
 
 class FetchState(enum.Enum):
@@ -60,6 +62,8 @@ class Fetch:
         begun: when it was begun.
         busy: the data plane, or this process's own copy, is using the slot.
         granted: the peer may write to the slot until it says ``Ended``.
+        incoming: the bytes come over the link now.
+        untold: the peer must be told that its offer is over; else it knows.
     """
 
     ref: TensorRef
@@ -74,6 +78,8 @@ class Fetch:
     source: Source | None = None
     busy: bool = False
     granted: bool = False
+    incoming: Incoming | None = None
+    untold: bool = True
     memory: Waiter | None = None
     ours: bytes | None = None
     theirs: bytes | None = None
@@ -91,6 +97,14 @@ class FetchEffects(Protocol):
         ...
 
     def send(self, link: Link, message: Message) -> None: ...
+
+    def receive(self, fetch: Fetch) -> Incoming:
+        """Have the link put what it brings now into the slot; call ``Fetches.received`` once it is there."""
+        ...
+
+    def discard(self, link: Link, nbytes: int) -> None:
+        """Have the link throw away what it brings now."""
+        ...
 
     def expect(self, nbytes: int, on: bool) -> None:
         """The data plane must (not) make progress for a peer that writes."""
@@ -127,6 +141,7 @@ class Fetches:
         self._active: dict[Fetch, None] = {}
         self._whole: dict[str, Fetch] = {}  # by digest: what another caller may join
         self._granted: dict[int, Fetch] = {}  # by request: the peer has not said its last word
+        self._pulled: dict[int, Fetch] = {}  # by request: the peer was asked to send the bytes over the link
         self._reading: dict[int, Fetch] = {}  # by request: the data plane reads into the slot
         self._given_up: dict[Fetch, float] = {}  # of these, those that are over, and until when that may last
         self._checks: dict[int, Fetch] = {}
@@ -171,6 +186,16 @@ class Fetches:
             self._remembered(fetches, slots)
         return fetches
 
+    def start_at_once(self, ref: TensorRef, slot: Hold, source: Source, watcher: Watcher, now: float) -> Fetch:
+        """Begin to fetch a whole tensor where memory and peer are at hand; else as ``start``."""
+        fetch = Fetch(
+            ref, 0, slot.nbytes, Content(ref.shape, ref.dtype), now, {watcher: None}, FetchState.PEER, 0, slot
+        )
+        self._active[fetch] = None
+        self._whole[ref.digest] = fetch
+        self.connected(fetch, source)
+        return fetch
+
     def watch(self, fetch: Fetch, watcher: Watcher) -> None:
         """One more caller wants the outcome of ``fetch``, which is not over."""
         fetch.watchers[watcher] = None
@@ -195,7 +220,12 @@ class Fetches:
         self._requests += 1
         fetch.source, fetch.state, fetch.request = source, FetchState.MOVING, self._requests
         slot = fetch.slot
-        if source.way == "write" and slot is not None:
+        if source.way == "stream" and fetch.nbytes <= PAYLOAD_BYTES:
+            self._pulled[fetch.request] = fetch
+            last = not self._verify
+            self._send(fetch, Pull(fetch.request, ref.offer, ref.generation, fetch.skip, fetch.nbytes, None, last))
+            return
+        if source.way in ("write", "stream") and slot is not None:
             fetch.granted = True
             self._granted[fetch.request] = fetch
             self._effects.expect(fetch.nbytes, True)
@@ -238,15 +268,38 @@ class Fetches:
         else:
             self._arrived(fetch)
 
+    def payload(self, source: Source, message: Payload) -> None:
+        """The peer's last word on a pull, with the bytes right behind it.
+
+        Raises:
+            TransferError: they are not as many as were asked for.
+        """
+        fetch = self._pulled.get(message.request)
+        if fetch is None or fetch.source is not source or fetch.incoming is not None:
+            self._effects.discard(source.link, message.nbytes)  # of a fetch that was given up, or a duplicate
+        elif message.nbytes != fetch.nbytes:
+            raise TransferError("protocol", f"{message.nbytes} bytes came where {fetch.nbytes} were asked for")
+        else:
+            fetch.incoming = self._effects.receive(fetch)
+
+    def received(self, fetch: Fetch) -> None:
+        """All bytes that the link brought are in the slot."""
+        del self._pulled[fetch.request]
+        fetch.incoming = None
+        fetch.untold = self._verify
+        self._arrived(fetch)
+
     def ended(self, source: Source, message: Ended, now: float) -> bool:
         """The peer's last word on a pull whose bytes do not come, or on a read; False when it is about neither."""
-        fetch = self._granted.get(message.request) or self._reading.get(message.request)
+        waiting = (self._granted, self._reading, self._pulled)
+        fetch = next((found for fetches in waiting if (found := fetches.get(message.request))), None)
         if fetch is None or fetch.ref.agent != source.hello.agent:
             return False  # stale, or a duplicate
         if fetch.granted and message.outcome == "failed":
             self._release_later(fetch, now)
         elif fetch.granted:
             self._ungrant(fetch)
+        self._pulled.pop(fetch.request, None)
         if fetch.state is FetchState.OVER:
             self._free(fetch)
         else:
@@ -360,7 +413,8 @@ class Fetches:
         self._over(fetch, None)
         for watcher in watchers:
             watcher.done(slot.hold())
-        self._effects.taken(fetch)
+        if fetch.untold:
+            self._effects.taken(fetch)
         self._free(fetch)
 
     def _fail(self, fetch: Fetch, error: TransferError) -> None:
@@ -369,7 +423,10 @@ class Fetches:
         watchers = list(fetch.watchers)
         self._over(fetch, error)
         if fetch.source is not None:
-            if fetch.granted:
+            if fetch.incoming is not None:
+                fetch.incoming.drop()
+                fetch.incoming = None
+            if self._pulled.pop(fetch.request, None) is not None or fetch.granted:
                 self._send(fetch, Cancel(fetch.request))
             if not fetch.busy:  # else the peer may have to help until the read is over
                 self._send(fetch, Done(fetch.ref.offer, fetch.ref.generation))

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .config import Mode
-from .control import dial, listen
+from .control import Listener, dial, listen
 from .fetches import Fetch, Fetches, FetchState
 from .memory import Region
 from .offers import Offers
 from .peers import Peer, choose_way
 from .plane import DataPlane
-from .protocol import AnyMessage, Cancel, Check, Checked, Done, Ended, Hello, Pull, Reading, Wire
+from .protocol import AnyMessage, Cancel, Check, Checked, Done, Ended, Hello, Payload, Pull, Reading, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Links:
         self._clock = clock
         self._stepped = stepped
         self._loop = asyncio.get_running_loop()
-        self._server: asyncio.Server | None = None
+        self._server: Listener | None = None
         self._accepted: dict[Peer, None] = {}
         self._dialled: dict[str, Peer] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
@@ -80,10 +80,10 @@ class Links:
         """How bytes come from each peer that was dialled, by its agent's name."""
         return {peer.hello.agent: peer.way for peer in self._dialled.values()}
 
-    def mapped(self, address: str, agent: str) -> Peer | None:
-        """The connected peer of that name whose memory is mapped."""
+    def known(self, address: str, agent: str) -> Peer | None:
+        """The peer of that name that is connected already."""
         peer = self._dialled.get(address)
-        return peer if peer is not None and peer.mapped is not None and peer.hello.agent == agent else None
+        return peer if peer is not None and peer.hello.agent == agent else None
 
     def connect(self, fetch: Fetch) -> None:
         """Have ``fetches.connected`` or ``fetches.failed`` called, now or later."""
@@ -177,6 +177,8 @@ class Links:
                 if self._fetches.ended(peer, message, now) and message.outcome == "failed":
                     # The data plane's connection is broken: the next fetch makes a new one, with a new link.
                     peer.link.close()
+            elif isinstance(message, Payload):
+                self._fetches.payload(peer, message)
             elif isinstance(message, Checked):
                 self._fetches.checked(peer, message.checksum, message.request)
             elif isinstance(message, Wire):
@@ -198,6 +200,11 @@ class Links:
         else:
             raise TransferError("protocol", f"a fetching peer may not send {type(message).__name__}")
         self._stepped()
+
+    def stuck(self, peer: Peer) -> None:
+        """The link has not taken in time what it was given."""
+        peer.fault = TransferError("timeout", f"{peer.hello.agent} does not read what it has asked for")
+        self.faulted(peer, peer.fault)
 
     def faulted(self, peer: Peer, error: TransferError) -> None:
         logger.warning("closing the link to a peer: %s", error)

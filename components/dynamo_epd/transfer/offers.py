@@ -2,7 +2,8 @@
 """The offering side of transfers: a state machine without clock, socket or memory traffic of its own.
 
 An offer is OPEN until a receiver asks for it, SERVING while that one takes it, and then over. A write that was started
-for a receiver outlives its offer: it has its own hold on the slot until the fabric is done with the memory.
+for a receiver outlives its offer: it has its own hold on the slot until the fabric is done with the memory. Bytes that
+are sent over the link do so as well, until the kernel has them or the link ends; it ends when that takes too long.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 from .arena import Hold
 from .config import GRANULE
 from .control import Link
-from .protocol import Cancel, Check, Checked, Done, Ended, Hello, Message, Outcome, Pull, Reading
+from .protocol import PAYLOAD_BYTES, Cancel, Check, Checked, Done, Ended, Hello, Message, Outcome, Pull, Reading
 
 _INDEX_BITS = 24
 
@@ -64,7 +65,12 @@ class Offer:
 
 @dataclass(eq=False)
 class Write:
-    """Bytes on their way to a receiver's slot, in answer to one ``Pull``."""
+    """Bytes on their way to a receiver's slot, in answer to one ``Pull``; over the link where it has no ``target``.
+
+    Attributes:
+        last: the offer ends with it.
+        late: its time was over once, and it had begun.
+    """
 
     offer: Offer
     receiver: Receiver
@@ -72,7 +78,9 @@ class Write:
     slot: Hold
     skip: int
     nbytes: int
-    target: int
+    target: int | None
+    last: bool
+    late: bool = False
 
 
 class OfferEffects(Protocol):
@@ -81,11 +89,15 @@ class OfferEffects(Protocol):
     def send(self, link: Link, message: Message) -> None: ...
 
     def write(self, write: Write) -> None:
-        """Start a write; ``Offers.written`` is called once when the memory is no longer in use."""
+        """Start to write, or send; ``Offers.written`` is called once when the memory is no longer in use."""
         ...
 
     def abort(self, write: Write) -> None:
         """Hurry the end of a write."""
+        ...
+
+    def stuck(self, receiver: Receiver) -> None:
+        """Close the link, which has not taken the bytes of a write in time."""
         ...
 
     def answer_check(self, receiver: Receiver, request: int, slot: Hold, skip: int, nbytes: int) -> None:
@@ -102,7 +114,7 @@ class Offers:
 
     Args:
         ttl: seconds that an offer stays open.
-        timeout: seconds that a receiver may take over an offer.
+        timeout: seconds that a receiver may take over an offer, and a link over bytes that it is given.
     """
 
     def __init__(self, effects: OfferEffects, ttl: float, timeout: float):
@@ -113,6 +125,7 @@ class Offers:
         # Deadlines only grow within each state, so the first of each is the next to end.
         self._offers: dict[OfferState, dict[int, Offer]] = {state: {} for state in OfferState}
         self._writes: dict[tuple[str, int], Write] = {}
+        self._sending: dict[Write, float] = {}  # of these, those over links, and until when that may last
         self._newest: dict[Receiver, int] = {}  # the highest request of each receiver that was begun or cancelled
         self.expired = 0
 
@@ -126,20 +139,22 @@ class Offers:
         return len(self._writes)
 
     def writes_to(self, receiver: Receiver) -> bool:
-        """Whether any write to the receiver's memory is under way."""
-        return any(write.receiver is receiver for write in self._writes.values())
+        """Whether the data plane writes to the receiver's memory."""
+        return any(write.receiver is receiver and write.target is not None for write in self._writes.values())
 
     @property
     def busy(self) -> bool:
         """True while ``poll`` has something to watch."""
-        return any(self._offers.values())
+        return bool(self._sending) or any(self._offers.values())
 
-    def add(self, slot: Hold, nbytes: int, now: float) -> int:
-        """Offer the first ``nbytes`` of ``slot``, which gets a hold of its own; returns the offer's number."""
+    def number(self, slot: Hold) -> int:
+        """A number for an offer of ``slot``."""
         self._sequence += 1
-        number = offer_number(self._sequence, slot.allocation.index)
+        return offer_number(self._sequence, slot.allocation.index)
+
+    def add(self, number: int, slot: Hold, nbytes: int, now: float) -> None:
+        """Offer the first ``nbytes`` of ``slot``, which gets a hold of its own."""
         self._offers[OfferState.OPEN][number] = Offer(number, slot.hold(), nbytes, now + self._ttl)
-        return number
 
     def take(self, number: int, generation: int) -> Hold | None:
         """The slot of an open offer, for this very process; None when the offer has ended. Ends it."""
@@ -163,10 +178,7 @@ class Offers:
         self._newest[receiver] = message.request
         offer, refusal = self._find(receiver, message.offer, message.generation)
         if offer is not None and (
-            offer.writing
-            or message.skip + message.nbytes > offer.nbytes
-            or message.target % GRANULE
-            or message.target + message.nbytes > receiver.hello.size
+            offer.writing or message.skip + message.nbytes > offer.nbytes or not _fits(message, receiver)
         ):
             offer, refusal = None, "protocol"
         if offer is None:
@@ -176,8 +188,12 @@ class Offers:
         self._serve(offer, receiver, now)
         offer.writing = True
         slot = offer.slot.hold()
-        write = Write(offer, receiver, message.request, slot, message.skip, message.nbytes, message.target)
+        write = Write(
+            offer, receiver, message.request, slot, message.skip, message.nbytes, message.target, message.last
+        )
         self._writes[receiver.hello.agent, message.request] = write
+        if write.target is None:
+            self._sending[write] = now + self._timeout
         self._effects.write(write)
 
     def reading(self, receiver: Receiver, message: Reading, now: float) -> None:
@@ -204,11 +220,15 @@ class Offers:
         """The memory of ``write`` is no longer in use.
 
         Args:
-            error: empty when all bytes are at the receiver, which the data plane has told it.
+            error: empty when all bytes are at the receiver, which the data plane has told it, or on their way over
+                the link.
         """
+        self._sending.pop(write, None)
         self._writes.pop((write.receiver.hello.agent, write.request), None)
         write.offer.writing = False
         write.slot.release()
+        if write.last and not error:
+            self.withdraw(write.offer.number)
         if error:
             outcome: Outcome = "cancelled" if error == "cancelled" else "failed"
             self._effects.send(write.receiver.link, Ended(write.request, outcome, error[:200]))
@@ -235,7 +255,16 @@ class Offers:
             self._effects.abort(write)
 
     def poll(self, now: float) -> None:
-        """End the offers whose deadline has passed."""
+        """End the offers whose deadline has passed, and the links that do not take what they are given."""
+        for write in [write for write, deadline in self._sending.items() if deadline <= now]:
+            if write.late:
+                del self._sending[write]
+                self._effects.stuck(write.receiver)
+            else:
+                # It may have waited for others. What has begun by now cannot be taken back, and has as long again.
+                write.late = True
+                self._sending[write] = now + self._timeout
+                self._effects.abort(write)
         for state, offers in self._offers.items():
             while offers:
                 offer = next(iter(offers.values()))
@@ -274,3 +303,10 @@ class Offers:
         if offer.reading:
             self._effects.expect(offer.nbytes, False)
         offer.slot.release()
+
+
+def _fits(message: Pull, receiver: Receiver) -> bool:
+    """Whether the bytes fit where they are to go."""
+    if message.target is None:
+        return message.nbytes <= PAYLOAD_BYTES
+    return not message.target % GRANULE and message.target + message.nbytes <= receiver.hello.size

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..contract.errors import TransferError
 from .config import Mode, shared_memory_allowed
-from .control import Link
+from .control import Ended, Incoming, Link
 from .fetches import Way
 from .memory import MAGIC, NONCE_BYTES, Mapped, Region, map_region
 from .plane import DataPlane, Move, Place
@@ -28,6 +28,12 @@ class _NoLink:
     """Stands where there is no connection yet."""
 
     def send(self, message: Message) -> None:
+        raise TransferError("peer_lost", "the peer is not connected")
+
+    def send_bytes(self, message: Message, payload: memoryview, ended: Ended) -> Callable[[], None]:
+        raise TransferError("peer_lost", "the peer is not connected")
+
+    def receive(self, nbytes: int, into: memoryview | None, arrived: Callable[[], None]) -> Incoming:
         raise TransferError("peer_lost", "the peer is not connected")
 
     def close(self) -> None:
@@ -147,7 +153,7 @@ async def choose_way(
 
     Memory of the same machine is mapped. Otherwise a small read is tried while the peer does not drive its data plane:
     it succeeds exactly where the fabric (RDMA, NVLink, ``cma``) reads without the peer's help. Where it does not, a
-    write by the peer is faster.
+    write by the peer is faster, and what is small comes sooner over the link, without a data plane to be driven.
 
     Args:
         probing: held while the region's probe words are in use.
@@ -179,10 +185,12 @@ async def choose_way(
     await peer.wire(True)
     async with probing:
         await _probe(peer, region, plane)
-        if mode == "auto":
-            peer.way = "read" if await _reads_alone(peer, region, plane) else "write"
+        if mode == "read" or (mode == "auto" and await _reads_alone(peer, region, plane)):
+            peer.way = "read"
+        elif mode != "write" and hello.kind == own.kind == "host":
+            peer.way = "stream"
         else:
-            peer.way = "read" if mode == "read" else "write"
+            peer.way = "write"
     await peer.wire(False)
 
 

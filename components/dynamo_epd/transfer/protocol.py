@@ -2,11 +2,13 @@
 """What two transfer endpoints say to each other: one stream of framed, versioned msgpack messages per pair.
 
 The process that fetches dials the one that offers. Both begin with ``Hello``. A frame is a little-endian uint32
-length (of what follows it), one byte ``PROTOCOL_VERSION``, and one message. Anything else ends the connection.
+length (of what follows it), one byte ``PROTOCOL_VERSION``, and one message. Behind a ``Payload`` come the bytes that it
+announces, then the next frame. Anything else ends the connection.
 
-Every ``Pull`` has exactly one last word: the note that comes with its bytes over the data plane, or an ``Ended``. After
-that the offering side will never write for it again. A granted slot may be used for something else only then, or when
-the peer is known to be dead.
+Every ``Pull`` has exactly one last word: the note that comes with its bytes over the data plane, a ``Payload``, or an
+``Ended``. After that the offering side will never write for it again. A granted slot may be used for something else
+only then, or when the peer is known to be dead. What comes behind a ``Payload`` is put into the slot by the fetching
+side itself, which may use the slot for something else whenever it no longer does so.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from .memory import NONCE_BYTES
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 1 << 20
+PAYLOAD_BYTES = 8 << 20
+"""Most bytes behind a ``Payload``: they go through the event loops of both sides, and messages wait behind them."""
 _PREFIX_BYTES = 5
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -88,11 +92,12 @@ class Reading(Message, frozen=True):
 
 
 class Pull(Message, frozen=True):
-    """Fetcher: write bytes ``[skip, skip + nbytes)`` of the offered tensor into my slot.
+    """Fetcher: write bytes ``[skip, skip + nbytes)`` of the offered tensor into my slot, or send me them.
 
     Attributes:
         request: number of this pull, never used again by the fetcher.
-        target: byte offset of the slot in the fetcher's payload.
+        target: byte offset of the slot in the fetcher's arena; None: send them behind a ``Payload``.
+        last: the offer is over once all bytes are sent, without another word.
     """
 
     request: Count
@@ -100,7 +105,15 @@ class Pull(Message, frozen=True):
     generation: Count
     skip: Count
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_ARENA_BYTES)]
-    target: Count
+    target: Count | None
+    last: bool = False
+
+
+class Payload(Message, frozen=True):
+    """Offerer: the bytes of a pull, ``nbytes`` of them, right behind this message."""
+
+    request: Count
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=PAYLOAD_BYTES)]
 
 
 class Cancel(Message, frozen=True):
@@ -150,7 +163,7 @@ class Done(Message, frozen=True):
     generation: Count
 
 
-AnyMessage = Hello | Wire | Reading | Pull | Cancel | Ended | Check | Checked | Done
+AnyMessage = Hello | Wire | Reading | Pull | Payload | Cancel | Ended | Check | Checked | Done
 
 _NOTE_BYTES = 8
 
@@ -176,36 +189,45 @@ def encode(message: Message) -> bytes:
 
 
 class Framer:
-    """Cuts what arrives into messages; holds at most one incomplete frame.
-
-    Raises (from ``feed``):
-        TransferError: ``protocol``; the stream cannot be used any further.
-    """
+    """Cuts what arrives into messages, and gives what came behind one as it is; holds at most one incomplete frame."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[AnyMessage]:
-        """The messages that ``data`` completes."""
-        buffer, messages, start = self._buffer, [], 0
-        buffer += data
-        while len(buffer) - start >= _PREFIX_BYTES:
-            length = int.from_bytes(buffer[start : start + 4], "little")
-            if not 1 < length <= MAX_FRAME_BYTES:
-                raise TransferError("protocol", f"frame of {length} bytes, at most {MAX_FRAME_BYTES} are allowed")
-            version = buffer[start + 4]
-            if version != PROTOCOL_VERSION:
-                raise TransferError(
-                    "protocol",
-                    f"transfer protocol version {version}, this worker speaks {PROTOCOL_VERSION}: run the same "
-                    "dynamo-epd release on all workers",
-                )
-            if len(buffer) - start < 4 + length:
-                break
-            try:
-                messages.append(_decoder.decode(bytes(memoryview(buffer)[start + _PREFIX_BYTES : start + 4 + length])))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter from msgspec before 0.23
-                raise TransferError("protocol", f"malformed transfer message: {error}") from error
-            start += 4 + length
-        del buffer[:start]
-        return messages
+    def feed(self, data: bytes | memoryview) -> None:
+        """More has arrived. What ``next`` and ``rest`` do not take stays."""
+        self._buffer += data
+
+    def next(self) -> AnyMessage | None:
+        """The next message, or None where it has not come whole.
+
+        Raises:
+            TransferError: ``protocol``; the stream cannot be used any further.
+        """
+        buffer = self._buffer
+        if len(buffer) < _PREFIX_BYTES:
+            return None
+        length = int.from_bytes(buffer[:4], "little")
+        if not 1 < length <= MAX_FRAME_BYTES:
+            raise TransferError("protocol", f"frame of {length} bytes, at most {MAX_FRAME_BYTES} are allowed")
+        version = buffer[4]
+        if version != PROTOCOL_VERSION:
+            raise TransferError(
+                "protocol",
+                f"transfer protocol version {version}, this worker speaks {PROTOCOL_VERSION}: run the same "
+                "dynamo-epd release on all workers",
+            )
+        if len(buffer) < 4 + length:
+            return None
+        try:
+            message = _decoder.decode(buffer[_PREFIX_BYTES : 4 + length])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter from msgspec before 0.23
+            raise TransferError("protocol", f"malformed transfer message: {error}") from error
+        del buffer[: 4 + length]
+        return message
+
+    def rest(self, most: int) -> bytes:
+        """Up to ``most`` of the bytes behind the last message, as far as they have arrived."""
+        data = bytes(self._buffer[:most])
+        del self._buffer[: len(data)]
+        return data
