@@ -10,6 +10,7 @@ import random
 import socket
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import uvloop
@@ -221,6 +222,43 @@ async def test_bytes_that_nobody_wants_any_more_go_nowhere(before: int) -> None:
     assert handler.memory[1][:before] == content[:before] and not any(handler.memory[1][before:])
     assert handler.messages == [Payload(1, len(content)), Done(1, 1), Payload(2, 3)]
     handler.link.close()
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+async def test_the_loop_stays_awake_while_a_tensor_moves_and_for_a_moment_after(
+    monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: now))
+    handler, ended = Handler(), list[str]()
+    there, loop = connected(handler), asyncio.get_running_loop()
+    link = handler.link
+    header, content = encode(Payload(1, 8 * MB)), bytes(8 * MB)
+    await loop.sock_sendall(there, encode(Done(1, 1)))
+    await eventually(lambda: handler.messages)
+    link.send(Done(1, 1))
+    assert await drained(there, len(encode(Done(1, 1)))) and not link._looking  # a message alone is no reason
+    if direction == "in":
+        await loop.sock_sendall(there, header + content[: 4 * MB])
+        await eventually(lambda: handler.incoming and handler.incoming[1].left == 4 * MB)
+    else:
+        link.send_bytes(Payload(1, 8 * MB), memoryview(content), ended.append)
+    for _ in range(100):
+        await asyncio.sleep(0)
+        assert link._looking
+    now += control._FLOW_S
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not link._looking  # nothing has moved for a while
+    if direction == "in":
+        await loop.sock_sendall(there, content[4 * MB :])
+        await eventually(lambda: handler.arrived)
+    else:
+        await drained(there, len(header) + 8 * MB)
+        await eventually(lambda: ended)
+    await asyncio.sleep(0)
+    assert not link._looking
+    link.close()
 
 
 async def test_a_peer_that_does_not_read_gets_no_more_messages_for_its_tensors() -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +27,11 @@ logger = logging.getLogger(__name__)
 MAX_UNSENT_BYTES = 1 << 20
 TURN_BYTES = 1 << 20
 """Most bytes that a link moves before the event loop does something else (0.1 to 0.3 ms)."""
-_SEND_BYTES = 1 << 19
 _SCRATCH_BYTES = 1 << 14
 _ACCEPT_PAUSE_S = 1.0
+_FLOW_S = 200e-6
+"""For this long after bytes of a tensor have moved the event loop does not sleep: a link that stands still while more
+come lets the sockets' buffers run full, or empty."""
 
 Ended = Callable[[str], None]
 """Called once, from the event loop: an empty string for success, ``cancelled``, or what went wrong."""
@@ -142,6 +146,8 @@ class TcpLink:
         self._unsent: deque[_Outgoing] = deque()
         self._unsent_bytes = 0  # of messages; what is behind them is bounded by the arena
         self._writing = False
+        self._looking = False
+        self._moved = 0.0
         self._fault: TransferError | None = None
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -193,7 +199,7 @@ class TcpLink:
             outgoing = self._unsent[0]
             outgoing.begun = True
             try:
-                sent = self._sock.sendmsg([part[:_SEND_BYTES] for part in outgoing.parts])
+                sent = self._sock.sendmsg([part[:TURN_BYTES] for part in outgoing.parts])
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
@@ -201,6 +207,8 @@ class TcpLink:
                 return
             turn -= sent
             self._sent(outgoing, sent)
+        if self._unsent and self._unsent[0].ended is not None:
+            self._look_again(turn < TURN_BYTES)
         if self._sock is not None and self._writing != bool(self._unsent):
             self._writing = not self._writing
             if self._writing:
@@ -231,7 +239,7 @@ class TcpLink:
             try:
                 count = self._sock.recv_into(target)
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError as error:
                 self._end(error, dead=isinstance(error, ConnectionError))
                 return
@@ -243,6 +251,26 @@ class TcpLink:
                 self._received(count)
             if self._incoming is not incoming and incoming is not None:
                 return  # whoever waits for it need not wait for a look at what comes next
+        if self._incoming is not None:
+            self._look_again(turn < TURN_BYTES)
+
+    def _look_again(self, moved: bool) -> None:
+        """A tensor is under way."""
+        now = time.monotonic()
+        if moved:
+            self._moved = now
+        else:
+            os.sched_yield()  # the peer may need the core
+        if not self._looking and now - self._moved < _FLOW_S:
+            self._looking = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        if self._incoming is not None:
+            self._readable()
+        if self._unsent:
+            self._writable()
 
     def _received(self, count: int) -> None:
         """The next bytes are in the scratch memory, or where those behind a message go."""
