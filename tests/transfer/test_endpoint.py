@@ -20,6 +20,8 @@ from .child import PATIENCE_S, WIDTH, blocked, make_offer, pattern
 from .conftest import WAYS, Opened, pair, rest
 
 KB = 1 << 10
+BOTH = [("map", ""), ("stream", "tcp")]
+"""Ways in which one tensor is fetched with fewer steps than several."""
 
 
 async def test_what_is_kept_is_not_moved_again(opened: Opened) -> None:
@@ -59,8 +61,9 @@ async def test_a_digest_with_another_shape_or_dtype_is_refused(opened: Opened) -
     await rest(receiver)
 
 
-async def test_those_who_want_the_same_share_one_transfer(opened: Opened) -> None:
-    sender, receiver = await pair(opened)
+@pytest.mark.parametrize(("mode", "tls"), BOTH)
+async def test_those_who_want_the_same_share_one_transfer(opened: Opened, mode: str, tls: str) -> None:
+    sender, receiver = await pair(opened, mode, tls=tls)
     refs = [await make_offer(sender, 4 << 20, 1, digest="d") for _ in range(6)]
     slots = await asyncio.gather(*(receiver.fetch(ref) for ref in refs))
     assert receiver.moved_bytes == 4 << 20
@@ -73,8 +76,11 @@ async def test_those_who_want_the_same_share_one_transfer(opened: Opened) -> Non
     await rest(receiver)
 
 
-async def test_a_shared_transfer_that_fails_leaves_the_others_their_own_offers(opened: Opened) -> None:
-    sender, receiver = await pair(opened)
+@pytest.mark.parametrize(("mode", "tls"), BOTH)
+async def test_a_shared_transfer_that_fails_leaves_the_others_their_own_offers(
+    opened: Opened, mode: str, tls: str
+) -> None:
+    sender, receiver = await pair(opened, mode, tls=tls)
     refs = [await make_offer(sender, 4 << 20, 1, digest="d") for _ in range(3)]
     sender.withdraw(refs[0])
     results = await asyncio.gather(*(receiver.fetch(ref) for ref in refs), return_exceptions=True)
@@ -87,8 +93,11 @@ async def test_a_shared_transfer_that_fails_leaves_the_others_their_own_offers(o
     await rest(receiver)
 
 
-async def test_a_caller_that_leaves_does_not_take_the_transfer_from_the_others(opened: Opened) -> None:
-    sender, receiver = await pair(opened)
+@pytest.mark.parametrize(("mode", "tls"), BOTH)
+async def test_a_caller_that_leaves_does_not_take_the_transfer_from_the_others(
+    opened: Opened, mode: str, tls: str
+) -> None:
+    sender, receiver = await pair(opened, mode, tls=tls)
     refs = [await make_offer(sender, 8 << 20, 1, digest="d") for _ in range(2)]
     leaving, staying = (asyncio.create_task(receiver.fetch(ref)) for ref in refs)
     await asyncio.sleep(0)
@@ -102,8 +111,9 @@ async def test_a_caller_that_leaves_does_not_take_the_transfer_from_the_others(o
     await rest(receiver)
 
 
-async def test_cancelling_at_any_moment_leaves_nothing_behind(opened: Opened) -> None:
-    sender, receiver = await pair(opened)
+@pytest.mark.parametrize(("mode", "tls"), BOTH)
+async def test_cancelling_at_any_moment_leaves_nothing_behind(opened: Opened, mode: str, tls: str) -> None:
+    sender, receiver = await pair(opened, mode, tls=tls)
     for turns in range(40):
         task = asyncio.create_task(receiver.fetch(await make_offer(sender, 3 << 20, turns)))
         for _ in range(turns % 20 + 1):
@@ -116,8 +126,9 @@ async def test_cancelling_at_any_moment_leaves_nothing_behind(opened: Opened) ->
     await rest(receiver)
 
 
-async def test_several_tensors_arrive_together_or_none(opened: Opened) -> None:
-    sender, receiver = await pair(opened, arena_bytes=1 << 20, offer_ttl=1000.0)
+@pytest.mark.parametrize(("mode", "tls"), BOTH)
+async def test_several_tensors_arrive_together_or_none(opened: Opened, mode: str, tls: str) -> None:
+    sender, receiver = await pair(opened, mode, tls=tls, arena_bytes=1 << 20, offer_ttl=1000.0)
     refs = [await make_offer(sender, 64 * KB, i) for i in range(3)]
     slots = await receiver.fetch_all([*refs, refs[0]])
     for i, slot in enumerate(slots):
@@ -150,9 +161,11 @@ async def test_requests_that_need_two_slots_each_get_them_one_after_the_other(op
     await rest(receiver)
 
 
-async def test_a_full_arena_is_waited_for_and_then_an_error(opened: Opened) -> None:
-    sender = await opened(mode="map", offer_ttl=1000.0)
-    receiver = await opened(mode="map", arena_bytes=64 * KB)
+@pytest.mark.parametrize(("mode", "tls"), BOTH)
+async def test_a_full_arena_is_waited_for_and_then_an_error(opened: Opened, mode: str, tls: str) -> None:
+    sender = await opened(mode=mode, tls=tls, offer_ttl=1000.0)
+    receiver = await opened(mode=mode, tls=tls, arena_bytes=64 * KB)
+    (await receiver.fetch(await make_offer(sender, KB, 0))).release()
     held = await receiver.allocate(64 * KB)
     with pytest.raises(TransferError, match="0 of 65536 are free") as caught:
         await receiver.fetch(await make_offer(sender, KB, 1), timeout=0.1)
@@ -165,11 +178,13 @@ async def test_a_full_arena_is_waited_for_and_then_an_error(opened: Opened) -> N
     await asyncio.sleep(0.05)
     held.release()
     (await waiting).release()
-    cancelled = asyncio.create_task(receiver.allocate(65 * KB))
-    with pytest.raises(TransferError) as caught:
-        await cancelled
-    assert caught.value.reason == "too_large"
+    for too_large in (receiver.allocate(65 * KB), receiver.fetch(await make_offer(sender, 65 * KB, 3))):
+        with pytest.raises(TransferError) as caught:
+            await too_large
+        assert caught.value.reason == "too_large"
+    assert receiver.failures == {"arena_full": 2, "too_large": 2}
     await rest(receiver)
+    await rest(sender)
 
 
 async def test_a_cancelled_wait_for_memory_takes_none(opened: Opened) -> None:
@@ -249,8 +264,9 @@ async def test_an_offer_of_this_process_needs_no_transfer(opened: Opened) -> Non
     await rest(transfer)
 
 
-async def test_references_that_lie(opened: Opened) -> None:
-    sender, receiver = await pair(opened, arena_bytes=1 << 20)
+@pytest.mark.parametrize(("mode", "tls"), BOTH)
+async def test_references_that_lie(opened: Opened, mode: str, tls: str) -> None:
+    sender, receiver = await pair(opened, mode, tls=tls, arena_bytes=1 << 20)
     good = await make_offer(sender, 64 * KB, 1)
 
     async def reason(**change: object) -> str:
@@ -259,7 +275,8 @@ async def test_references_that_lie(opened: Opened) -> None:
             await receiver.fetch(TensorRef(**{**fields, **change}), timeout=5.0)
         return caught.value.reason
 
-    assert await reason(generation=good.generation + 1) == "expired"
+    # Who reads the memory finds another generation there; who asks for it is told.
+    assert await reason(generation=good.generation + 1) == ("expired" if mode == "map" else "generation")
     assert await reason(offer=good.offer + 1) == "expired"
     assert await reason(offer=good.offer + (1 << 20)) == "protocol"
     assert await reason(offer=1 << 70) == "protocol"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.transfer import peers
@@ -59,6 +60,15 @@ async def test_the_way_is_chosen_by_what_the_fabric_does(
     sender, receiver = await pair(opened, "auto", tls=tls)
     (await receiver.fetch(await make_offer(sender, KB, 1))).release()
     assert list(receiver.links.ways().values()) == [way]
+
+
+async def test_device_memory_is_not_sent_over_the_link(opened: Opened) -> None:
+    sender, receiver = await pair(opened, "auto", tls="tcp")
+    sender.links._hello = replace(sender.links._hello, kind="cuda")
+    (await receiver.fetch(await make_offer(sender, KB, 1))).release()
+    assert list(receiver.links.ways().values()) == ["write"]
+    await rest(sender)
+    await rest(receiver)
 
 
 async def test_a_peer_that_helps_others_meanwhile_is_not_taken_for_a_fabric_that_needs_no_help(opened: Opened) -> None:
