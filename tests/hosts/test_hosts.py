@@ -33,7 +33,7 @@ pytestmark = [
 
 WORKERS = ("EncodeWorker", "PrefillWorker", "DecodeWorker")
 # Nothing but the cable may join the hosts, although they are one machine.
-BY_CABLE = tuple(f"--{name}.transfer-mode=write" for name in WORKERS) + ("--Environment.UCX_TLS=tcp",)
+BY_CABLE = tuple(f"--{name}.transfer-mode=stream" for name in WORKERS) + ("--Environment.UCX_TLS=tcp",)
 # As in configs/serve/epd.yaml: KV events go from host to host, too.
 ROUTED = ("--Frontend.router-mode=kv", "--PrefillWorker.publish-kv-events=true")
 COLOURS = ("green", "yellow", "purple", "orange", "black")

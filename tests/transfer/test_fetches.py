@@ -120,9 +120,12 @@ def test_another_number_of_bytes_than_was_asked_for_is_refused(nbytes: int) -> N
 @pytest.mark.parametrize(("outcome", "reason"), [("expired", "expired"), ("failed", "peer_lost")])
 def test_a_pull_over_the_link_is_refused(outcome: str, reason: str) -> None:
     side, peer = Receiving(), FakePeer(way="stream")
-    side.begin(peer)
+    ref = side.ref()
+    side.begin(peer, ref)
+    peer.link.take()
     assert side.fetches.ended(peer, Ended(1, outcome, "why"), side.now)  # type: ignore[arg-type]
     assert side.reasons() == [reason] and side.at_rest()
+    assert peer.link.take() == [Done(ref.offer, 77)]  # there is nothing left to cancel
 
 
 @pytest.mark.parametrize("begun", [False, True])

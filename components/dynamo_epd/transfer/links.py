@@ -11,13 +11,13 @@ from collections.abc import Callable
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .config import Mode
-from .control import Listener, dial, listen
 from .fetches import Fetch, Fetches, FetchState
 from .memory import Region
 from .offers import Offers
 from .peers import Peer, choose_way
 from .plane import DataPlane
 from .protocol import AnyMessage, Cancel, Check, Checked, Done, Ended, Hello, Payload, Pull, Reading, Wire
+from .tcp_link import Listener, dial, listen
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ def canary_item(family: Family) -> tuple[MediaReference, list[int], bytes]:
 class CanaryPeer:
     """A second, small endpoint in this process that fetches what the worker offers, as prefill would.
 
-    Between two endpoints of one process, ``auto`` would always map the memory; a peer on another host has NIXL write,
-    so that is what it does here.
+    Between two endpoints of one process, ``auto`` would always map the memory; what a peer on another host may need of
+    NIXL is a write, so that is what it does here.
 
     Args:
         config: of the worker's own endpoint.

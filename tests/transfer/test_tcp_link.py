@@ -16,9 +16,10 @@ import pytest
 import uvloop
 
 from dynamo_epd.contract.errors import TransferError
-from dynamo_epd.transfer import control
-from dynamo_epd.transfer.control import MAX_UNSENT_BYTES, Incoming, Link, Listener, TcpLink, dial, listen
+from dynamo_epd.transfer import tcp_link
+from dynamo_epd.transfer.control import Incoming, Link
 from dynamo_epd.transfer.protocol import AnyMessage, Done, Payload, encode
+from dynamo_epd.transfer.tcp_link import MAX_UNSENT_BYTES, Listener, TcpLink, dial, listen
 
 from .conftest import eventually
 
@@ -229,7 +230,7 @@ async def test_the_loop_stays_awake_while_a_tensor_moves_and_for_a_moment_after(
     monkeypatch: pytest.MonkeyPatch, direction: str
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(tcp_link, "time", SimpleNamespace(monotonic=lambda: now))
     handler, ended = Handler(), list[str]()
     there, loop = connected(handler), asyncio.get_running_loop()
     link = handler.link
@@ -246,7 +247,7 @@ async def test_the_loop_stays_awake_while_a_tensor_moves_and_for_a_moment_after(
     for _ in range(100):
         await asyncio.sleep(0)
         assert link._looking
-    now += control._FLOW_S
+    now += tcp_link._FLOW_S
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not link._looking  # nothing has moved for a while
@@ -327,7 +328,7 @@ async def test_a_handler_with_a_fault_of_its_own_costs_the_link_and_is_reported(
 async def test_an_endpoint_out_of_file_descriptors_accepts_again_when_there_are_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(control, "_ACCEPT_PAUSE_S", 0.01)
+    monkeypatch.setattr(tcp_link, "_ACCEPT_PAUSE_S", 0.01)
 
     class Short(socket.socket):
         left = 3
