@@ -291,6 +291,26 @@ async def test_a_receiver_that_stays_stopped_holds_no_memory_of_its_senders(spaw
     await finish(sender, receiver)
 
 
+@pytest.mark.parametrize("way", ["write", "stream"])
+async def test_a_fetch_that_is_cancelled_waits_for_nobody(spawn: Spawn, opened: Opened, way: str) -> None:
+    config = settings(way)
+    receiver, sender = await opened(**config), await spawn(**config)
+    await good(sender, receiver, 1)
+    ref = await sender.offer(MB, 2)
+    sender.signal(signal.SIGSTOP)
+    await sender.stopped()
+    fetching = asyncio.create_task(receiver.fetch(ref))
+    await eventually(lambda: receiver.fetches.busy)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert receiver.arena.quarantined_bytes == receiver.arena.used_bytes == (MB if way == "write" else 0)
+    sender.signal(signal.SIGCONT)
+    await asyncio.gather(rest(receiver), sender.rest())
+    await good(sender, receiver, 3)
+    await finish(receiver, sender)
+
+
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_sender_restarted_at_the_same_address_with_other_content(
     spawn: Spawn, opened: Opened, way: str
@@ -418,7 +438,8 @@ async def test_links_that_end_under_living_peers_are_made_anew(spawn: Spawn, ope
         await asyncio.gather(rest(receiver), sender.rest())
 
 
-async def test_a_link_is_not_closed_while_bytes_are_on_their_way(spawn: Spawn, opened: Opened) -> None:
+@pytest.mark.parametrize("fault", ["malformed", "stuck"])
+async def test_a_link_is_not_closed_while_bytes_are_on_their_way(spawn: Spawn, opened: Opened, fault: str) -> None:
     """A receiver takes the end of a link for the end of all writes to its memory."""
     config = {**settings("write"), "verify_transfers": False}
     sender, receiver = await opened(**config), await spawn(**config)
@@ -428,7 +449,10 @@ async def test_a_link_is_not_closed_while_bytes_are_on_their_way(spawn: Spawn, o
     fetching = asyncio.create_task(receiver.fetch(await make_offer(sender, LARGE, 2)))
     await receiver.stopped()
     (peer,) = sender.links._accepted
-    peer.faulted(peer.link, TransferError("protocol", "as if it had sent something malformed"))
+    if fault == "malformed":
+        peer.faulted(peer.link, TransferError("protocol", "as if it had sent something malformed"))
+    else:
+        sender.stuck(peer)
     await asyncio.sleep(0.1)
     assert peer in sender.links._accepted
     receiver.signal(signal.SIGCONT)

@@ -28,7 +28,7 @@ from .memory import Region, machine_id
 from .offers import Offers, Receiver, Write, slot_index
 from .peers import Peer
 from .plane import DataPlane
-from .protocol import PAYLOAD_BYTES, Checked, Hello, Message, Payload, note, noted
+from .protocol import Checked, Hello, Message, Payload, note, noted
 from .store import Store
 
 _TICK_S = 0.05
@@ -142,14 +142,12 @@ class Endpoint:
         require_rows(ref, first)
         peer = self.links.known(ref.endpoint, ref.agent)
         if peer is not None and not first and ref.digest not in self.store and not self.fetches.joinable(ref.digest):
-            if peer.mapped is not None:
-                slot = self._copied(ref, peer)
-                if slot is not None:
-                    return slot
-            elif peer.way == "stream" and ref.nbytes <= PAYLOAD_BYTES:
-                slot = self._room(ref.nbytes)
-                if slot is not None:
-                    return await self._pulled(ref, slot, peer, self._deadline(timeout))
+            slot = self._copied(ref, peer) if peer.mapped is not None else None
+            if slot is not None:
+                return slot
+            slot = self._room(ref.nbytes)
+            if slot is not None:
+                return await self._moved_to(slot, ref, peer, self._deadline(timeout))
         return (await self.fetch_all([ref], first=first, timeout=timeout))[0]
 
     def _room(self, nbytes: int) -> Hold | None:
@@ -184,8 +182,8 @@ class Endpoint:
         self._loop.call_soon(self.decline, ref)
         return slot
 
-    async def _pulled(self, ref: TensorRef, slot: Hold, peer: Peer, deadline: float) -> Hold:
-        """A small tensor over the link to a peer that is there, into ``slot``: as by ``fetch_all``, in fewer steps."""
+    async def _moved_to(self, slot: Hold, ref: TensorRef, peer: Peer, deadline: float) -> Hold:
+        """What ``fetch_all`` does, in fewer steps, for one tensor where memory and peer are at hand."""
         self._awake.sign()
         self.store.misses += 1
         watcher, outcome = self._watcher(deadline)
