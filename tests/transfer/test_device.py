@@ -9,7 +9,8 @@ from socket import inet_ntoa
 
 import pytest
 
-from dynamo_epd.transfer.device import wire_device
+from dynamo_epd.transfer import device
+from dynamo_epd.transfer.device import tcp_alone, wire_device
 
 from .child import WIDTH, make_offer
 from .conftest import Opened
@@ -40,6 +41,36 @@ def test_the_device_is_chosen_where_it_is_ours_to_choose(
         if value is not None:
             monkeypatch.setenv(name, value)
     assert wire_device(host) == found
+
+
+@pytest.mark.parametrize(
+    ("tls", "devices", "alone"),
+    [
+        ("tcp", ["mlx5_0"], True),
+        ("self,tcp", None, True),
+        (None, None, True),
+        (None, [], True),
+        ("all", [], True),
+        (None, ["mlx5_0"], False),
+        ("", ["efa_0"], False),
+        ("rc,tcp", None, False),
+        ("^tcp", None, False),
+        ("shm", None, False),
+    ],
+)
+def test_tcp_is_all_there_is_where_ucx_was_told_so_or_has_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tls: str | None, devices: list[str] | None, alone: bool
+) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    if tls is not None:
+        monkeypatch.setenv("UCX_TLS", tls)
+    listed = tmp_path / "infiniband"
+    for name in devices or []:
+        (listed / name).mkdir(parents=True)
+    if devices == []:
+        listed.mkdir()
+    monkeypatch.setattr(device, "RDMA_DEVICES", listed)
+    assert tcp_alone() == alone
 
 
 @pytest.mark.parametrize("before", [None, "all"])

@@ -71,6 +71,13 @@ async def test_device_memory_is_not_sent_over_the_link(opened: Opened) -> None:
     await rest(receiver)
 
 
+async def test_a_fabric_that_is_more_than_tcp_keeps_its_writes(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "tcp_alone", lambda: False)
+    sender, receiver = await pair(opened, "auto", tls="tcp")
+    (await receiver.fetch(await make_offer(sender, KB, 1))).release()
+    assert list(receiver.links.ways().values()) == ["write"]
+
+
 async def test_a_peer_that_helps_others_meanwhile_is_not_taken_for_a_fabric_that_needs_no_help(opened: Opened) -> None:
     sender, receiver = await pair(opened, "auto", tls="tcp")
     sender.expect(64 << 20, True)

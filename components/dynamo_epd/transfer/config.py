@@ -38,8 +38,9 @@ class TransferConfig:
         timeout: seconds that a fetch or an allocation may take, unless the call says otherwise.
         verify_transfers: compare a BLAKE3 checksum of the bytes on both sides after each transfer.
         mode: how bytes move. ``auto`` maps the peer's memory on the same machine, reads where the fabric reads
-            without the peer's help, and has the peer send otherwise; ``map``, ``read``, ``write``, ``stream`` force one
-            way. ``stream`` is: small tensors over the control link, larger ones by a write of the peer's.
+            without the peer's help, and has the peer write otherwise, or, by TCP alone, stream; ``map``, ``read``,
+            ``write``, ``stream`` force one way. ``stream`` is: what is small over the control link, the rest as by
+            ``write``.
         keep_bytes: most bytes that ``keep`` may hold on to; None for all of the arena.
         agent_prefix: start of the NIXL agent's name.
     """

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ..contract.errors import TransferError
 from .config import Mode, shared_memory_allowed
 from .control import Ended, Incoming, Link
+from .device import tcp_alone
 from .fetches import Way
 from .memory import MAGIC, NONCE_BYTES, Mapped, Region, map_region
 from .plane import DataPlane, Move, Place
@@ -153,7 +154,7 @@ async def choose_way(
 
     Memory of the same machine is mapped. Otherwise a small read is tried while the peer does not drive its data plane:
     it succeeds exactly where the fabric (RDMA, NVLink, ``cma``) reads without the peer's help. Where it does not, a
-    write by the peer is faster, and what is small comes sooner over the link, without a data plane to be driven.
+    write by the peer is faster; by TCP alone, what is small comes sooner over the link, and nothing must be driven.
 
     Args:
         probing: held while the region's probe words are in use.
@@ -187,7 +188,7 @@ async def choose_way(
         await _probe(peer, region, plane)
         if mode == "read" or (mode == "auto" and await _reads_alone(peer, region, plane)):
             peer.way = "read"
-        elif mode != "write" and hello.kind == own.kind == "host":
+        elif (mode == "stream" or (mode == "auto" and tcp_alone())) and hello.kind == own.kind == "host":
             peer.way = "stream"
         else:
             peer.way = "write"
