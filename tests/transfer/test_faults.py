@@ -178,7 +178,8 @@ async def test_a_sender_that_is_lost_while_it_is_read(spawn: Spawn, opened: Open
         ("stream", "receiving"),
         ("stream", "arrived"),
         pytest.param("read", "granted", marks=pytest.mark.slow),
-        ("read", "posted"),
+        # UCX has crashed here once, in the process that answers the reads: over TCP they are emulated.
+        pytest.param("read", "posted", marks=pytest.mark.slow),
         ("map", "arrived"),
         pytest.param("read", "arrived", marks=pytest.mark.slow),
         ("write", "arrived"),
