@@ -15,9 +15,10 @@ from dynamo_epd.contract.errors import ConfigError, TransferError
 from dynamo_epd.contract.handoff import TensorRef
 from dynamo_epd.transfer import TransferConfig, nixl_plane, open_transfer
 from dynamo_epd.transfer.metrics import register_transfer_metrics
+from dynamo_epd.transfer.offers import Write
 
-from .child import PATIENCE_S, WIDTH, blocked, make_offer, pattern
-from .conftest import WAYS, Opened, pair, rest
+from .child import PATIENCE_S, WIDTH, blocked, jump, make_offer, pattern
+from .conftest import WAYS, Opened, eventually, pair, rest
 
 KB = 1 << 10
 BOTH = [("map", ""), ("stream", "tcp")]
@@ -340,6 +341,77 @@ async def test_close_leaves_nothing(opened: Opened) -> None:
     await asyncio.sleep(0.05)
     assert len(arenas()) == known
     assert len(set(os.listdir("/proc/self/fd"))) <= len(before) + 1
+
+
+async def test_a_closed_endpoint_says_so(opened: Opened) -> None:
+    sender, receiver = await pair(opened)
+    (await receiver.fetch(await make_offer(sender, KB, 0))).release()
+    refs = [await make_offer(sender, KB, 1), TensorRef("127.0.0.1:1", "nobody", 1 << 24, 1, "d", (1, 1), "uint8")]
+    held = await receiver.allocate(receiver.region.size - KB)
+    await receiver.close()
+    for call in (receiver.fetch(refs[0]), receiver.fetch(refs[1]), receiver.fetch_all(refs), receiver.allocate(KB)):
+        with pytest.raises(TransferError, match="the transfer layer was closed") as caught:
+            await asyncio.wait_for(call, PATIENCE_S)
+        assert caught.value.reason == "cancelled"
+    held.release()
+
+
+async def test_who_joined_a_transfer_that_closing_ends_is_told_so(opened: Opened) -> None:
+    sender, receiver = await pair(opened, "stream", tls="tcp")
+    (await receiver.fetch(await make_offer(sender, KB, 0))).release()
+    refs = [await make_offer(sender, KB, 1, digest="d") for _ in range(2)]
+    for peer in receiver.links._dialled.values():
+        peer.link.close()
+    fetching = [asyncio.create_task(receiver.fetch(ref)) for ref in refs]
+    await asyncio.sleep(0)
+    await receiver.close()
+    for outcome in await asyncio.wait_for(asyncio.gather(*fetching, return_exceptions=True), PATIENCE_S):
+        assert isinstance(outcome, TransferError) and outcome.reason in ("cancelled", "peer_lost")
+    assert not receiver.arena.used_bytes
+
+
+async def test_whoever_tries_again_at_once_gets_a_new_link(opened: Opened) -> None:
+    sender, receiver = await pair(opened, "write", tls="tcp")
+    (await receiver.fetch(await make_offer(sender, KB, 0))).release()
+    write = sender.write
+    sender.write = lambda write: sender._loop.call_soon(sender._written, write, "broken")  # type: ignore[assignment]
+    with pytest.raises(TransferError, match="broken"):
+        await receiver.fetch(await make_offer(sender, KB, 1))
+    sender.write = write  # type: ignore[method-assign]
+    (await receiver.fetch(await make_offer(sender, KB, 2))).release()
+    for peer in receiver.links._dialled.values():
+        peer.link.close()
+    (await receiver.fetch(await make_offer(sender, KB, 3))).release()
+    jump(receiver, 1000.0)
+    await rest(sender)
+    await rest(receiver)
+
+
+async def test_a_peer_that_ends_says_its_last_words_about_everything_that_it_may_still_write(opened: Opened) -> None:
+    """A link that was given up for one write that failed stays until those about the others have come."""
+    sender, receiver = await pair(opened, "write", tls="tcp", timeout=5.0)
+    (await receiver.fetch(await make_offer(sender, KB, 0))).release()
+    writes: list[Write] = []
+    sender.write = writes.append  # type: ignore[method-assign]
+    refs = [await make_offer(sender, KB, seed) for seed in (1, 2)]
+    fetching = [asyncio.create_task(receiver.fetch(ref)) for ref in refs]
+    await eventually(lambda: len(writes) == 2)
+    sender._written(writes[0], "broken")
+    with pytest.raises(TransferError, match="broken"):
+        await fetching[0]
+    again = asyncio.create_task(receiver.fetch(await make_offer(sender, KB, 3)))  # waits for the next link
+    await asyncio.sleep(0.05)
+    assert receiver.fetches._granted and len(writes) == 2
+    sender._written(writes[1], "broken as well")
+    with pytest.raises(TransferError, match="broken as well"):
+        await fetching[1]
+    await eventually(lambda: len(writes) == 3)
+    sender._written(writes[2], "cancelled")
+    with pytest.raises(TransferError, match="cancelled"):
+        await again
+    jump(receiver, 1000.0)
+    await rest(sender)
+    await rest(receiver)
 
 
 async def test_close_does_not_wait_for_a_data_plane_that_hangs(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,7 @@ def test_a_link_that_does_not_take_its_bytes_is_closed_in_the_end() -> None:
     side.offers.poll(TIMEOUT + 1.0)
     assert side.record.aborted == [begun, waiting] and not side.record.stopped
     side.offers.written(waiting, "cancelled")
+    assert other.link.take() == [Ended(1, "expired", "cancelled")]  # its receiver has cancelled nothing
     side.offers.poll(2 * TIMEOUT - 0.1)
     assert not side.record.stopped and side.offers.busy
     side.offers.poll(2 * TIMEOUT)

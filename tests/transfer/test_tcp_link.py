@@ -277,6 +277,18 @@ async def test_a_peer_that_does_not_read_gets_no_more_messages_for_its_tensors()
     there.close()
 
 
+async def test_a_flood_of_messages_leaves_the_loop_to_others_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, turns = Handler(), list[int]()
+    there, loop = connected(handler), asyncio.get_running_loop()
+    await loop.sock_sendall(there, encode(Done(1, 1)) * 10_000)
+    while len(handler.messages) < 10_000:
+        before = len(handler.messages)
+        await asyncio.sleep(0)
+        turns.append(len(handler.messages) - before)
+    assert max(turns) <= tcp_link._SCRATCH_BYTES // len(encode(Done(1, 1))) + 1
+    handler.link.close()
+
+
 async def test_what_cannot_be_understood_is_told_once_and_the_rest_is_not_read() -> None:
     handler = Handler()
     there, loop = connected(handler), asyncio.get_running_loop()

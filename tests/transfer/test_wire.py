@@ -193,6 +193,27 @@ async def test_bytes_over_the_link_are_those_of_the_offer_and_no_others(opened: 
     stranger.writer.close()
 
 
+async def test_a_stranger_that_does_not_even_read_refusals_loses_its_link(opened: Opened) -> None:
+    """Also where the refusal is told later, about bytes that were cancelled before they were sent."""
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+    sender = await opened(mode="map")
+    stranger = await Stranger.connect(sender.address)
+    refs = [await make_offer(sender, PAYLOAD_BYTES, seed) for seed in range(3)]
+    for request, ref in enumerate(refs):
+        stranger.send(Pull(request, ref.offer, ref.generation, 0, PAYLOAD_BYTES, None))
+    await eventually(lambda: sender.offers.writing == 3)
+    (peer,) = sender.links._accepted
+    with pytest.raises(TransferError):
+        while True:
+            peer.link.send(Done(1 << 40, 1 << 40))
+    stranger.send(Cancel(1), Cancel(2))
+    await eventually(lambda: not sender.links._accepted)
+    assert not faults
+    await rest(sender)
+    stranger.writer.close()
+
+
 async def test_ten_thousand_messages_about_nothing_leave_nothing(opened: Opened) -> None:
     """Of each kind, about offers that are unknown, have ended, or are another peer's: nothing is kept or driven."""
     sender, receiver = await opened(mode="write", tls="tcp", timeout=60.0), await opened(mode="write", tls="tcp")

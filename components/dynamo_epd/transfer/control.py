@@ -47,6 +47,11 @@ class Incoming:
 class Link(Protocol):
     """One connection to a peer."""
 
+    @property
+    def closed(self) -> bool:
+        """It has ended, on whichever side; the handler knows or will be told."""
+        ...
+
     def send(self, message: Message) -> None:
         """Send without waiting; nothing happens on a link that is closed.
 

@@ -96,6 +96,7 @@ class Endpoint:
 
     async def allocate_all(self, sizes: Sequence[int], *, timeout: float | None = None) -> list[Hold]:
         """One slot per size, all at once: requests that need several cannot block each other half way."""
+        self._require_open()
         try:
             slots = self.arena.take(sizes)
         except TransferError as error:
@@ -285,6 +286,7 @@ class Endpoint:
         outcomes: dict[int, asyncio.Future[Hold]],
     ) -> None:
         """Fill in an outcome for each of ``wanted``: of the store, of a running transfer, or of a new one (``led``)."""
+        self._require_open()
         self._awake.sign()
         leads: dict[int, tuple[TensorRef, int]] = {}
         for i, ref in wanted.items():
@@ -341,9 +343,8 @@ class Endpoint:
     def _moved(self, fetch: Fetch, error: TransferError | None) -> None:
         peer = fetch.source
         self.fetches.moved(fetch, error)
-        if error is not None and error.reason == "peer_lost" and peer is not None:
-            # The data plane's connection is broken: the next fetch makes a new one, with a new link.
-            peer.link.close()
+        if error is not None and error.reason == "peer_lost" and isinstance(peer, Peer):
+            self.links.give_up(peer)
         self._arm()
 
     def taken(self, fetch: Fetch) -> None:
@@ -394,12 +395,16 @@ class Endpoint:
         request = noted(data)
         if request is not None:
             self.fetches.written(agent, request)
+            self.links.settle()
             self._arm()
 
     def _written(self, write: Write, error: str) -> None:
         self._awake.sign()
         self._moves.pop(write, None)
-        self.offers.written(write, error)
+        try:
+            self.offers.written(write, error)
+        except TransferError:  # the receiver does not even read messages
+            self.stuck(write.receiver)
         if isinstance(write.receiver, Peer) and write.receiver.fault is not None:
             self.links.close_when_quiet(write.receiver)
 
@@ -420,6 +425,10 @@ class Endpoint:
 
     def expect(self, nbytes: int, on: bool) -> None:
         self._carrier.expect(nbytes, on)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransferError("cancelled", "the transfer layer was closed")
 
     def _deadline(self, timeout: float | None) -> float:
         return self._clock() + (self.config.timeout if timeout is None else timeout)

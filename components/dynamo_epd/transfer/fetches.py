@@ -158,6 +158,10 @@ class Fetches:
         waited_for = [*self._granted.values(), *self._reading.values()]
         return sum(f.state is FetchState.OVER for f in waited_for) + len(self._settling)
 
+    def grants(self, source: Source) -> bool:
+        """Whether a peer may write to any slot in answer to what it was asked over this link."""
+        return any(fetch.source is source for fetch in self._granted.values())
+
     def joinable(self, digest: str) -> Fetch | None:
         """The fetch under way that brings the whole tensor of ``digest``."""
         return self._whole.get(digest)

@@ -59,6 +59,7 @@ class Links:
         self._server: Listener | None = None
         self._accepted: dict[Peer, None] = {}
         self._dialled: dict[str, Peer] = {}
+        self._given_up: dict[str, Peer] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._wanting: dict[str, list[Fetch]] = {}
         self._declined: dict[str, list[TensorRef]] = {}
@@ -82,13 +83,38 @@ class Links:
 
     def known(self, address: str, agent: str) -> Peer | None:
         """The peer of that name that is connected already."""
-        peer = self._dialled.get(address)
+        peer = self._usable(address)
         return peer if peer is not None and peer.hello.agent == agent else None
+
+    def _usable(self, address: str) -> Peer | None:
+        peer = self._dialled.get(address)
+        return None if peer is None or peer.link.closed else peer
+
+    def give_up(self, peer: Peer) -> None:
+        """The data plane's connection is broken: the next fetch makes a new one, with a new link.
+
+        Until the peer has said its last words about what it may still write, the link stays: a process that is ending
+        says them, and nobody could be asked for them afterwards.
+        """
+        if self._dialled.get(peer.address) is peer:
+            del self._dialled[peer.address]
+            self._given_up[peer.address] = peer
+            peer.given_up = self._loop.call_later(self._timeout, peer.link.close)
+        self.settle()
+
+    def settle(self) -> None:
+        """Close the links that were given up and are not waited for any more."""
+        for peer in self._given_up.values():
+            if not self._fetches.grants(peer):
+                peer.link.close()
 
     def connect(self, fetch: Fetch) -> None:
         """Have ``fetches.connected`` or ``fetches.failed`` called, now or later."""
         address = fetch.ref.endpoint
-        peer = self._dialled.get(address)
+        if self._closed:
+            self._fetches.failed(fetch, TransferError("cancelled", "the transfer layer was closed"))
+            return
+        peer = self._usable(address)
         if peer is not None:
             self._fetches.connected(fetch, peer)
             return
@@ -96,12 +122,12 @@ class Links:
         self._reach(address)
 
     def _reach(self, address: str) -> None:
-        if address not in self._dialling and not self._closed:
+        if address not in self._dialling and address not in self._given_up and not self._closed:
             self._dialling[address] = self._loop.create_task(self._dial(address))
 
     def decline(self, ref: TensorRef) -> None:
         """Tell the offering peer that its offer is over."""
-        peer = self._dialled.get(ref.endpoint)
+        peer = self._usable(ref.endpoint)
         if peer is None:
             declined = self._declined.setdefault(ref.endpoint, [])
             if len(declined) < _MAX_DECLINED:
@@ -121,7 +147,7 @@ class Links:
 
     def close(self) -> None:
         """Close all links."""
-        for peer in [*self._accepted, *self._dialled.values()]:
+        for peer in [*self._accepted, *self._dialled.values(), *self._given_up.values()]:
             peer.link.close()
 
     async def _dial(self, address: str) -> None:
@@ -175,8 +201,8 @@ class Links:
         if peer.address:
             if isinstance(message, Ended):
                 if self._fetches.ended(peer, message, now) and message.outcome == "failed":
-                    # The data plane's connection is broken: the next fetch makes a new one, with a new link.
-                    peer.link.close()
+                    self.give_up(peer)
+                self.settle()
             elif isinstance(message, Payload):
                 self._fetches.payload(peer, message)
             elif isinstance(message, Checked):
@@ -221,6 +247,11 @@ class Links:
             peer.patience.cancel()
         if self._dialled.get(peer.address) is peer:
             del self._dialled[peer.address]
+        if peer.given_up is not None:
+            peer.given_up.cancel()
+            self._given_up.pop(peer.address, None)
+            if peer.address in self._wanting or peer.address in self._declined:
+                self._reach(peer.address)
         if not peer.alive:
             return
         if peer.address:

@@ -230,7 +230,9 @@ class Offers:
         if write.last and not error:
             self.withdraw(write.offer.number)
         if error:
-            outcome: Outcome = "cancelled" if error == "cancelled" else "failed"
+            outcome: Outcome = "failed"
+            if error == "cancelled":
+                outcome = "expired" if write.late else "cancelled"
             self._effects.send(write.receiver.link, Ended(write.request, outcome, error[:200]))
 
     def check(self, receiver: Receiver, message: Check) -> None:

@@ -28,6 +28,8 @@ _TRIES = 5
 class _NoLink:
     """Stands where there is no connection yet."""
 
+    closed = True
+
     def send(self, message: Message) -> None:
         raise TransferError("peer_lost", "the peer is not connected")
 
@@ -70,6 +72,7 @@ class Peer:
         fault: what it did wrong; nothing more is read from it.
         alive: it has said hello, and its link has not ended.
         greeting: done when it has said hello.
+        given_up: its data plane is broken; the link is closed when the last words are said, or by this timer.
     """
 
     def __init__(self, owner: Owner, address: str = ""):
@@ -84,6 +87,7 @@ class Peer:
         self.patience: asyncio.TimerHandle | None = None
         self.fault: TransferError | None = None
         self.alive = False
+        self.given_up: asyncio.TimerHandle | None = None
         self.greeting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers: dict[int, asyncio.Future[Wire]] = {}
         self._owner = owner

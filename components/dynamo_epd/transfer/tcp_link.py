@@ -91,6 +91,10 @@ class TcpLink:
         self._incoming = Incoming(nbytes, into, arrived)
         return self._incoming
 
+    @property
+    def closed(self) -> bool:
+        return self._sock is None
+
     def close(self) -> None:
         self._end(None, dead=False)
 
@@ -160,8 +164,8 @@ class TcpLink:
             turn -= count
             if self._fault is None:
                 self._received(count)
-            if self._incoming is not incoming and incoming is not None:
-                return  # whoever waits for it need not wait for a look at what comes next
+            if self._incoming is None:
+                return  # whoever waits for a tensor need not wait for a look at what comes next; and messages cost more
         if self._incoming is not None:
             self._look_again(turn < TURN_BYTES)
 
