@@ -202,7 +202,7 @@ async def test_a_cancelled_wait_for_memory_takes_none(opened: Opened) -> None:
 
 @pytest.mark.parametrize(("mode", "tls"), WAYS)
 async def test_offers_expire_by_themselves(opened: Opened, mode: str, tls: str) -> None:
-    sender, receiver = await pair(opened, mode, tls=tls, offer_ttl=0.05, timeout=0.5)
+    sender, receiver = await pair(opened, mode, tls=tls, offer_ttl=0.05)
     ref = await make_offer(sender, KB, 1)
     await rest(sender)
     with pytest.raises(TransferError) as caught:

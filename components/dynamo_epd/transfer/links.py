@@ -111,9 +111,6 @@ class Links:
     def connect(self, fetch: Fetch) -> None:
         """Have ``fetches.connected`` or ``fetches.failed`` called, now or later."""
         address = fetch.ref.endpoint
-        if self._closed:
-            self._fetches.failed(fetch, TransferError("cancelled", "the transfer layer was closed"))
-            return
         peer = self._usable(address)
         if peer is not None:
             self._fetches.connected(fetch, peer)
