@@ -124,10 +124,10 @@ def test_the_demo_passes_and_its_bytes_go_by_cable(deployment: Deployment) -> No
     assert not wrong
     for name in ("PrefillWorker on host 2", "DecodeWorker on host 3"):
         log = deployment.parts[name].log.read_text()
-        assert "go by write" in log and "go by map" not in log
+        assert "go by stream" in log and "go by map" not in log
     for number, (received, moved) in before.items():
         received, moved = deployment.received(number) - received, int(_moved(deployment, number) - moved)
-        print(f"host {number + 1}: {moved} bytes by NIXL, {received} bytes on the cable")
+        print(f"host {number + 1}: {moved} bytes of embeddings and KV, {received} bytes on the cable")
         assert 0 < moved < received
 
 
