@@ -22,7 +22,7 @@ from .conftest import WAYS, Opened, eventually, pair, rest
 
 KB = 1 << 10
 BOTH = [("map", ""), ("stream", "tcp")]
-"""Ways in which one tensor is fetched with fewer steps than several."""
+"""Without a data plane, and with bytes that come later."""
 
 
 async def test_what_is_kept_is_not_moved_again(opened: Opened) -> None:

@@ -139,23 +139,6 @@ def test_a_peer_that_is_lost_while_its_bytes_come_over_the_link(begun: bool, dea
     assert side.reasons() == ["peer_lost"] and side.at_rest() and fetch.incoming is None
 
 
-def test_where_memory_and_peer_are_at_hand_it_begins_at_once() -> None:
-    side, peer = Receiving(), FakePeer(way="stream")
-    ref = side.ref(digest="d")
-    slots = side.arena.take([ref.nbytes])
-    assert slots is not None
-    fetch = side.fetches.start_at_once(ref, slots[0], peer, side.watcher(), side.now)
-    assert side.fetches.joinable("d") is fetch and side.fetches.busy
-    side.fetches.watch(fetch, side.watcher())
-    side.fetches.payload(peer, Payload(1, GRANULE))
-    side.fetches.received(fetch)
-    assert side.reasons() == ["ok", "ok"] and side.at_rest() and side.fetches.joinable("d") is None
-    # A peer that has been restarted since is found out as always.
-    (slot,) = side.arena.take([GRANULE]) or []
-    side.fetches.start_at_once(side.ref(agent="before"), slot, peer, side.watcher(), side.now)
-    assert side.reasons() == ["peer_lost"] and side.at_rest()
-
-
 def test_some_of_the_rows() -> None:
     side, peer = Receiving(), FakePeer()
     ref = side.ref(granules=2)

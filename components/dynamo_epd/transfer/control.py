@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..contract.errors import TransferError
+from .plane import Ended
 from .protocol import AnyMessage, Message
-
-Ended = Callable[[str], None]
-"""Called once, from the event loop: an empty string for success, ``cancelled``, or what went wrong."""
 
 
 @dataclass(eq=False)

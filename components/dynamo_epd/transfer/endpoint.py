@@ -142,33 +142,23 @@ class Endpoint:
     async def fetch(self, ref: TensorRef, *, first: int = 0, timeout: float | None = None) -> Hold:
         require_rows(ref, first)
         peer = self.links.known(ref.endpoint, ref.agent)
-        if peer is not None and not first and ref.digest not in self.store and not self.fetches.joinable(ref.digest):
-            slot = self._copied(ref, peer) if peer.mapped is not None else None
-            if slot is not None:
-                return slot
-            slot = self._room(ref.nbytes)
-            if slot is not None:
-                return await self._moved_to(slot, ref, peer, self._deadline(timeout))
-        return (await self.fetch_all([ref], first=first, timeout=timeout))[0]
-
-    def _room(self, nbytes: int) -> Hold | None:
-        """A slot, where one can be had without waiting."""
-        try:
-            return (self.arena.take([nbytes]) or (None,))[0]
-        except TransferError:
-            return None
+        slot = self._copied(ref, peer) if peer is not None and not first else None
+        return slot or (await self.fetch_all([ref], first=first, timeout=timeout))[0]
 
     def _copied(self, ref: TensorRef, peer: Peer) -> Hold | None:
         """A small tensor out of mapped memory, where that needs no waiting and nothing goes wrong; else None."""
         nbytes = ref.nbytes
         if (
-            nbytes > INLINE_BYTES
+            peer.mapped is None
+            or nbytes > min(INLINE_BYTES, self.arena.memory.size)
             or self.config.verify_transfers
+            or ref.digest in self.store
+            or self.fetches.joinable(ref.digest)
             or slot_index(ref.offer) * GRANULE + nbytes > peer.hello.size
         ):
             return None
         begun = self._clock()
-        slot = self._room(nbytes)
+        (slot,) = self.arena.take([nbytes]) or (None,)
         if slot is None:
             return None
         if self._carrier.copy(peer, ref, 0, nbytes, slot) is not None:
@@ -182,22 +172,6 @@ class Endpoint:
         # Telling the peer wakes it; the caller need not wait for that.
         self._loop.call_soon(self.decline, ref)
         return slot
-
-    async def _moved_to(self, slot: Hold, ref: TensorRef, peer: Peer, deadline: float) -> Hold:
-        """What ``fetch_all`` does, in fewer steps, for one tensor where memory and peer are at hand."""
-        self._awake.sign()
-        self.store.misses += 1
-        watcher, outcome = self._watcher(deadline)
-        self._bind(self.fetches.start_at_once(ref, slot, peer, watcher, self._clock()), watcher, outcome)
-        self._arm()
-        try:
-            return await outcome
-        except BaseException as error:
-            abandon(outcome)
-            self.decline(ref)
-            if isinstance(error, TransferError):
-                self._count(error)
-            raise
 
     async def fetch_all(self, refs: Sequence[TensorRef], *, first: int = 0, timeout: float | None = None) -> list[Hold]:
         """Fetch several tensors as ``fetch`` does one; memory for them is taken all at once, and all arrive or none."""

@@ -190,16 +190,6 @@ class Fetches:
             self._remembered(fetches, slots)
         return fetches
 
-    def start_at_once(self, ref: TensorRef, slot: Hold, source: Source, watcher: Watcher, now: float) -> Fetch:
-        """Begin to fetch a whole tensor where memory and peer are at hand; else as ``start``."""
-        fetch = Fetch(
-            ref, 0, slot.nbytes, Content(ref.shape, ref.dtype), now, {watcher: None}, FetchState.PEER, 0, slot
-        )
-        self._active[fetch] = None
-        self._whole[ref.digest] = fetch
-        self.connected(fetch, source)
-        return fetch
-
     def watch(self, fetch: Fetch, watcher: Watcher) -> None:
         """One more caller wants the outcome of ``fetch``, which is not over."""
         fetch.watchers[watcher] = None

@@ -41,7 +41,7 @@ class Move:
 
 
 Ended = Callable[[str], None]
-"""Called once on the event loop: an empty string for success, ``generation``, or what went wrong."""
+"""Called once on the event loop: an empty string for success, ``cancelled``, ``generation``, or what went wrong."""
 
 
 class DataPlane(Protocol):

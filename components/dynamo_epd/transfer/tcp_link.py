@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..contract.errors import TransferError
-from .control import Ended, Incoming, LinkHandler
+from .control import Incoming, LinkHandler
+from .plane import Ended
 from .protocol import Framer, Message, encode
 
 logger = logging.getLogger(__name__)
