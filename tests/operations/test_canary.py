@@ -71,7 +71,7 @@ async def test_encode_encodes_and_moves_a_picture(start, mode):
         (chunk,) = await check(worker, number)
         assert chunk["finish_reason"]
         peer = worker._peer._endpoint
-        assert peer.moved_bytes == (number + 1) * ROWS * worker._family.embedding_width * 4
+        assert peer.effects.moved_bytes == (number + 1) * ROWS * worker._family.embedding_width * 4
         assert peer.arena.used_bytes == 0
     assert calls == [[ROWS]] * 3
     assert worker.transfer.arena.used_bytes == 0 and not worker.transfer.offering
@@ -86,7 +86,7 @@ async def test_encode_fails_where_the_embedding_does_not_arrive_and_recovers(sta
     await check(worker, 0)
     first = worker._peer._endpoint
     with monkeypatch.context() as patch:
-        patch.setattr(type(worker._peer._endpoint._carrier), "send", lambda *args: None)
+        patch.setattr(type(worker._peer._endpoint.effects.carrier), "send", lambda *args: None)
         with pytest.raises(HttpError):
             await check(worker, 1)
     assert worker.transfer.arena.used_bytes == 0 and not worker.transfer.offering
@@ -169,7 +169,7 @@ async def test_every_family_has_an_item_to_check_with(start, tmp_path, name):
     make_weights(path, zlib.crc32(name.encode()))
     worker = await start("encode", path, "--device", "cpu")
     assert (await check(worker, 0))[-1]["finish_reason"]
-    moved = worker._peer._endpoint.moved_bytes
+    moved = worker._peer._endpoint.effects.moved_bytes
     assert moved and moved % worker._family.embedding_width == 0
     assert worker.transfer.arena.used_bytes == 0
     agg = await start(

@@ -97,7 +97,7 @@ def at_rest(found: dict[str, Any]) -> bool:
 
 def block(transfer: Endpoint, on: bool) -> None:
     """Have an endpoint's data plane do nothing, or go on: what is written to it over TCP stays in the sockets."""
-    lock = transfer._carrier.plane._agent_lock  # type: ignore[union-attr]
+    lock = transfer.effects.carrier.plane._agent_lock  # type: ignore[union-attr]
     if not on:
         lock.release()
     elif not lock.acquire(timeout=PATIENCE_S):
@@ -147,7 +147,7 @@ def arm(transfer: Endpoint, point: str, act: Callable[[], None]) -> None:
     elif point == "arrived":
         before(transfer.fetches, "_arrived")
     elif point == "granted":
-        send = transfer.send
+        send = transfer.effects.send
 
         def sending(link: Any, message: Any) -> None:
             send(link, message)
@@ -155,7 +155,7 @@ def arm(transfer: Endpoint, point: str, act: Callable[[], None]) -> None:
                 # The bytes leave when the loop runs next.
                 asyncio.get_running_loop().call_later(0.02, once)
 
-        transfer.send = sending  # type: ignore[method-assign]
+        transfer.effects.send = sending  # type: ignore[method-assign]
     elif point in ("sending", "receiving"):
         links = transfer.links
         for peer in [*links._accepted, *links._dialled.values()]:
@@ -170,7 +170,7 @@ def arm(transfer: Endpoint, point: str, act: Callable[[], None]) -> None:
 
             setattr(link, name, piece)
     elif point == "posted":
-        agent = transfer._carrier.plane._agent  # type: ignore[union-attr]
+        agent = transfer.effects.carrier.plane._agent  # type: ignore[union-attr]
         post = agent.transfer
 
         def posting(handle: Any, *args: Any) -> Any:

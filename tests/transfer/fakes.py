@@ -13,7 +13,8 @@ from dynamo_epd.contract.handoff import TensorRef
 from dynamo_epd.transfer.arena import Arena, Hold
 from dynamo_epd.transfer.config import GRANULE
 from dynamo_epd.transfer.control import Incoming
-from dynamo_epd.transfer.fetches import Fetch, Fetches, Watcher
+from dynamo_epd.transfer.fetch import Fetch, Watcher
+from dynamo_epd.transfer.fetches import Fetches
 from dynamo_epd.transfer.offers import Write, offer_number
 from dynamo_epd.transfer.protocol import Done, Hello, Message
 

@@ -74,7 +74,7 @@ async def test_both_ends_of_a_transfer_take_notice(opened: Opened, mode: str, tl
     sender, receiver = await opened(mode=mode, tls=tls), await opened(mode=mode, tls=tls)
     signs: list[str] = []
     for name, endpoint in (("sender", sender), ("receiver", receiver)):
-        endpoint._awake.sign = lambda name=name: signs.append(name)  # type: ignore[method-assign,misc]
+        endpoint.effects.awake.sign = lambda name=name: signs.append(name)  # type: ignore[method-assign,misc]
     for seed in range(3):
         signs.clear()
         (await receiver.fetch(await make_offer(sender, WIDTH, seed))).release()

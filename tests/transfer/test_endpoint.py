@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 
 import pytest
 import torch
@@ -13,12 +11,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_epd.contract.errors import ConfigError, TransferError
 from dynamo_epd.contract.handoff import TensorRef
-from dynamo_epd.transfer import TransferConfig, nixl_plane, open_transfer
 from dynamo_epd.transfer.metrics import register_transfer_metrics
-from dynamo_epd.transfer.offers import Write
 
-from .child import PATIENCE_S, WIDTH, blocked, jump, make_offer, pattern
-from .conftest import WAYS, Opened, eventually, pair, rest
+from .child import WIDTH, make_offer, pattern
+from .conftest import WAYS, Opened, pair, rest
 
 KB = 1 << 10
 BOTH = [("map", ""), ("stream", "tcp")]
@@ -29,10 +25,10 @@ async def test_what_is_kept_is_not_moved_again(opened: Opened) -> None:
     sender, receiver = await pair(opened)
     first = await receiver.fetch(await make_offer(sender, 64 * KB, 1, digest="d"))
     receiver.keep("d", first)
-    moved = receiver.moved_bytes
+    moved = receiver.effects.moved_bytes
     # Other bytes under the same digest: were they moved, it would show.
     again = await receiver.fetch(await make_offer(sender, 64 * KB, 2, digest="d"))
-    assert receiver.moved_bytes == moved
+    assert receiver.effects.moved_bytes == moved
     assert torch.equal(again.tensor((64, WIDTH), "uint8"), pattern(64 * KB, 1))
     first.release()
     again.release()
@@ -67,7 +63,7 @@ async def test_those_who_want_the_same_share_one_transfer(opened: Opened, mode: 
     sender, receiver = await pair(opened, mode, tls=tls)
     refs = [await make_offer(sender, 4 << 20, 1, digest="d") for _ in range(6)]
     slots = await asyncio.gather(*(receiver.fetch(ref) for ref in refs))
-    assert receiver.moved_bytes == 4 << 20
+    assert receiver.effects.moved_bytes == 4 << 20
     assert len({slot.allocation.index for slot in slots}) == 1
     for slot in slots[1:]:
         slot.release()
@@ -253,7 +249,7 @@ async def test_an_offer_of_this_process_needs_no_transfer(opened: Opened) -> Non
     transfer = await opened(mode="map")
     ref = await make_offer(transfer, 64 * KB, 5)
     slot = await transfer.fetch(ref)
-    assert torch.equal(slot.tensor((64, WIDTH), "uint8"), pattern(64 * KB, 5)) and not transfer.moved_bytes
+    assert torch.equal(slot.tensor((64, WIDTH), "uint8"), pattern(64 * KB, 5)) and not transfer.effects.moved_bytes
     slot.release()
     with pytest.raises(TransferError) as caught:
         await transfer.fetch(ref)
@@ -313,117 +309,6 @@ async def test_nothing_runs_when_nothing_is_in_flight(opened: Opened) -> None:
     while sender._timer is not None or receiver._timer is not None:
         await asyncio.sleep(0.01)
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_close_leaves_nothing(opened: Opened) -> None:
-    def arenas() -> list[str]:
-        gc.collect()
-        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        return [link for link in links if os.path.lexists(link) and "dynamo-epd-arena" in os.readlink(link)]
-
-    known, before = len(arenas()), set(os.listdir("/proc/self/fd"))
-    for _ in range(2):
-        sender, receiver = [
-            await open_transfer(TransferConfig(host="127.0.0.1", mode="map", arena_bytes=1 << 20)) for _ in range(2)
-        ]
-        fetched = await receiver.fetch(await make_offer(sender, KB, 1))
-        waiting = asyncio.create_task(receiver.allocate(1 << 20))
-        await asyncio.sleep(0)
-        await sender.close()
-        await receiver.close()
-        await sender.close()
-        with pytest.raises(TransferError) as caught:
-            await waiting
-        assert caught.value.reason == "cancelled"
-        fetched.release()
-        del sender, receiver, fetched, waiting, caught
-    gc.collect()
-    await asyncio.sleep(0.05)
-    assert len(arenas()) == known
-    assert len(set(os.listdir("/proc/self/fd"))) <= len(before) + 1
-
-
-async def test_a_closed_endpoint_says_so(opened: Opened) -> None:
-    sender, receiver = await pair(opened)
-    (await receiver.fetch(await make_offer(sender, KB, 0))).release()
-    refs = [await make_offer(sender, KB, 1), TensorRef("127.0.0.1:1", "nobody", 1 << 24, 1, "d", (1, 1), "uint8")]
-    held = await receiver.allocate(receiver.region.size - KB)
-    await receiver.close()
-    for call in (receiver.fetch(refs[0]), receiver.fetch(refs[1]), receiver.fetch_all(refs), receiver.allocate(KB)):
-        with pytest.raises(TransferError, match="the transfer layer was closed") as caught:
-            await asyncio.wait_for(call, PATIENCE_S)
-        assert caught.value.reason == "cancelled"
-    held.release()
-
-
-async def test_who_joined_a_transfer_that_closing_ends_is_told_so(opened: Opened) -> None:
-    sender, receiver = await pair(opened, "stream", tls="tcp")
-    (await receiver.fetch(await make_offer(sender, KB, 0))).release()
-    refs = [await make_offer(sender, KB, 1, digest="d") for _ in range(2)]
-    for peer in receiver.links._dialled.values():
-        peer.link.close()
-    fetching = [asyncio.create_task(receiver.fetch(ref)) for ref in refs]
-    await asyncio.sleep(0)
-    await receiver.close()
-    for outcome in await asyncio.wait_for(asyncio.gather(*fetching, return_exceptions=True), PATIENCE_S):
-        assert isinstance(outcome, TransferError) and outcome.reason in ("cancelled", "peer_lost")
-    assert not receiver.arena.used_bytes
-
-
-async def test_whoever_tries_again_at_once_gets_a_new_link(opened: Opened) -> None:
-    sender, receiver = await pair(opened, "write", tls="tcp")
-    (await receiver.fetch(await make_offer(sender, KB, 0))).release()
-    write = sender.write
-    sender.write = lambda write: sender._loop.call_soon(sender._written, write, "broken")  # type: ignore[assignment]
-    with pytest.raises(TransferError, match="broken"):
-        await receiver.fetch(await make_offer(sender, KB, 1))
-    sender.write = write  # type: ignore[method-assign]
-    (await receiver.fetch(await make_offer(sender, KB, 2))).release()
-    for peer in receiver.links._dialled.values():
-        peer.link.close()
-    (await receiver.fetch(await make_offer(sender, KB, 3))).release()
-    jump(receiver, 1000.0)
-    await rest(sender)
-    await rest(receiver)
-
-
-async def test_a_peer_that_ends_says_its_last_words_about_everything_that_it_may_still_write(opened: Opened) -> None:
-    """A link that was given up for one write that failed stays until those about the others have come."""
-    sender, receiver = await pair(opened, "write", tls="tcp", timeout=5.0)
-    (await receiver.fetch(await make_offer(sender, KB, 0))).release()
-    writes: list[Write] = []
-    sender.write = writes.append  # type: ignore[method-assign]
-    refs = [await make_offer(sender, KB, seed) for seed in (1, 2)]
-    fetching = [asyncio.create_task(receiver.fetch(ref)) for ref in refs]
-    await eventually(lambda: len(writes) == 2)
-    sender._written(writes[0], "broken")
-    with pytest.raises(TransferError, match="broken"):
-        await fetching[0]
-    again = asyncio.create_task(receiver.fetch(await make_offer(sender, KB, 3)))  # waits for the next link
-    await asyncio.sleep(0.05)
-    assert receiver.fetches._granted and len(writes) == 2
-    sender._written(writes[1], "broken as well")
-    with pytest.raises(TransferError, match="broken as well"):
-        await fetching[1]
-    await eventually(lambda: len(writes) == 3)
-    sender._written(writes[2], "cancelled")
-    with pytest.raises(TransferError, match="cancelled"):
-        await again
-    jump(receiver, 1000.0)
-    await rest(sender)
-    await rest(receiver)
-
-
-async def test_close_does_not_wait_for_a_data_plane_that_hangs(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_plane, "_CLOSE_S", 0.1)
-    sender, receiver = await pair(opened, "write")
-    (await receiver.fetch(await make_offer(sender, KB, 1))).release()
-    with blocked(sender):
-        await asyncio.wait_for(sender.close(), PATIENCE_S)
-        with pytest.raises(TransferError) as caught:
-            await receiver.fetch(TensorRef(sender.address, sender.agent, 1 << 24, 1, "d", (1, 1), "uint8"))
-        assert caught.value.reason == "peer_lost"
-    await rest(receiver)
 
 
 async def test_metrics(opened: Opened) -> None:

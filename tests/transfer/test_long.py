@@ -15,7 +15,7 @@ from dynamo_epd.transfer import carrier, endpoint
 
 from .child import WIDTH, _resident, checksum
 from .conftest import Child, Opened, Spawn, rest
-from .test_faults import expected
+from .faults import expected
 
 pytestmark = pytest.mark.slow
 
@@ -75,9 +75,9 @@ async def test_ten_thousand_transfers_leave_nothing(
     assert all(now < 1.02 * then for then, now in zip(before, after, strict=True))
     assert not receiver.fetches._granted and not receiver.fetches._checks and not receiver.fetches._whole
     assert not receiver.fetches._pulled
-    assert not receiver._moves and len(receiver.links._dialled) == 1
-    if receiver._carrier.plane is not None:
-        agent = receiver._carrier.plane._agent  # type: ignore[attr-defined]
+    assert not receiver.effects._moves and len(receiver.links._dialled) == 1
+    if receiver.effects.carrier.plane is not None:
+        agent = receiver.effects.carrier.plane._agent  # type: ignore[attr-defined]
         assert not any(agent.notifs.values()) and not agent._leaked_xfer_handles
 
 

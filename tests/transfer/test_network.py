@@ -14,8 +14,8 @@ from dynamo_epd.contract.errors import TransferError
 from dynamo_epd.transfer.protocol import PAYLOAD_BYTES
 
 from .conftest import Child, Spawn
+from .faults import expected
 from .network import Host, hosts
-from .test_faults import expected
 
 pytestmark = [
     pytest.mark.slow,

@@ -80,9 +80,9 @@ async def test_a_fabric_that_is_more_than_tcp_keeps_its_writes(opened: Opened, m
 
 async def test_a_peer_that_helps_others_meanwhile_is_not_taken_for_a_fabric_that_needs_no_help(opened: Opened) -> None:
     sender, receiver = await pair(opened, "auto", tls="tcp")
-    sender.expect(64 << 20, True)
+    sender.effects.expect(64 << 20, True)
     (await receiver.fetch(await make_offer(sender, KB, 1))).release()
-    sender.expect(64 << 20, False)
+    sender.effects.expect(64 << 20, False)
     assert list(receiver.links.ways().values()) == ["stream"]
 
 

@@ -218,7 +218,7 @@ async def test_ten_thousand_messages_about_nothing_leave_nothing(opened: Opened)
     """Of each kind, about offers that are unknown, have ended, or are another peer's: nothing is kept or driven."""
     sender, receiver = await opened(mode="write", tls="tcp", timeout=60.0), await opened(mode="write", tls="tcp")
     await still_good(sender, receiver)
-    plane = sender._carrier.plane
+    plane = sender.effects.carrier.plane
     stranger, owner = await Stranger.connect(sender.address), await Stranger.connect(sender.address)
     ended, held = await make_offer(sender, KB, 1), await make_offer(sender, KB, 2)
     sender.withdraw(ended)
@@ -253,7 +253,7 @@ async def test_ten_thousand_messages_about_nothing_leave_nothing(opened: Opened)
 async def test_progress_that_was_asked_for_ends_by_itself(opened: Opened) -> None:
     """A peer may ask for it while it connects; not for longer than that may take."""
     sender, other = await opened(mode="write", tls="tcp", timeout=0.3), await opened(mode="write", tls="tcp")
-    plane, (peer, *_) = sender._carrier.plane, [await Stranger.connect(sender.address, greet=False)]
+    plane, (peer, *_) = sender.effects.carrier.plane, [await Stranger.connect(sender.address, greet=False)]
     peer.send(other.links._hello)
     assert isinstance(await peer.next(), Hello)
     for request in range(1000):

@@ -12,23 +12,22 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .arena import Arena, Content, Hold, Waiter
-from .awake import Awake
 from .callers import abandon, release, require_rows, require_same, resolver
 from .carrier import INLINE_BYTES, Carrier
 from .config import GRANULE, TransferConfig
-from .control import Incoming, Link
-from .fetches import Fetch, Fetches, Watcher
+from .effects import Effects
+from .fetch import Fetch, Watcher
+from .fetches import Fetches
 from .links import Links
 from .memory import Region, machine_id
-from .offers import Offers, Receiver, Write, slot_index
+from .offers import Offers, slot_index
 from .peers import Peer
 from .plane import DataPlane
-from .protocol import Checked, Hello, Message, Payload, note, noted
+from .protocol import Hello
 from .store import Store
 
 _TICK_S = 0.05
@@ -58,22 +57,18 @@ class Endpoint:
             first_generation=int.from_bytes(os.urandom(3), "big") << 28,
             cool=_COOL_BYTES // GRANULE if region.kind == "host" else 0,
         )
-        self.offers = Offers(self, config.offer_ttl, config.timeout)
-        self.fetches = Fetches(self.arena, self, config.verify_transfers, settle=config.timeout)
-        self.observe: Callable[[float], None] = lambda seconds: None
-        self.moved_bytes = 0
+        self._loop = asyncio.get_running_loop()
+        self.effects = Effects(Carrier(region, plane, self._loop), clock, self._arm)
+        self.offers = self.effects.offers = Offers(self.effects, config.offer_ttl, config.timeout)
+        self.fetches = self.effects.fetches = Fetches(
+            self.arena, self.effects, config.verify_transfers, settle=config.timeout
+        )
         self.failures: dict[str, int] = {}
         self.address = ""
         self._clock = clock
-        self._loop = asyncio.get_running_loop()
-        self._awake = Awake(self._loop)
-        self._carrier = Carrier(region, plane, self._loop)
-        if plane is not None:
-            plane.noted = self._noted
         self._timer: asyncio.TimerHandle | None = None
-        self._moves: dict[Write, Callable[[], None]] = {}  # and how to hurry their ends
         self._closed = False
-        self.links = Links(
+        self.links = self.effects.links = Links(
             _hello(agent, region, plane),
             region,
             plane,
@@ -128,7 +123,7 @@ class Endpoint:
         allocation.read_elsewhere = True
         self.offers.add(ref.offer, slot, ref.nbytes, self._clock())
         self._arm()
-        self._awake.sign()
+        self.effects.awake.sign()
         return ref
 
     @property
@@ -161,14 +156,12 @@ class Endpoint:
         (slot,) = self.arena.take([nbytes]) or (None,)
         if slot is None:
             return None
-        if self._carrier.copy(peer, ref, 0, nbytes, slot) is not None:
+        if self.effects.carrier.copy(peer, ref, 0, nbytes, slot) is not None:
             slot.release()
             return None
         slot.allocation.content = Content(ref.shape, ref.dtype)
         self.store.misses += 1
-        self.moved_bytes += nbytes
-        self.observe(self._clock() - begun)
-        self._awake.sign()
+        self.effects.came(nbytes, begun)
         # Telling the peer wakes it; the caller need not wait for that.
         self._loop.call_soon(self.decline, ref)
         return slot
@@ -224,7 +217,7 @@ class Endpoint:
     def decline(self, ref: TensorRef) -> None:
         if ref.agent == self.agent:
             self.offers.withdraw(ref.offer)
-        elif not self._closed:
+        else:
             self.links.decline(ref)
 
     def keep(self, digest: str, slot: Hold) -> None:
@@ -242,7 +235,7 @@ class Endpoint:
         self.fetches.close()
         self.arena.close()
         # The peers take the end of a link for the end of all use of their memory, so the data plane goes first.
-        await self._carrier.close()
+        await self.effects.carrier.close()
         self.links.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -261,7 +254,7 @@ class Endpoint:
     ) -> None:
         """Fill in an outcome for each of ``wanted``: of the store, of a running transfer, or of a new one (``led``)."""
         self._require_open()
-        self._awake.sign()
+        self.effects.awake.sign()
         leads: dict[int, tuple[TensorRef, int]] = {}
         for i, ref in wanted.items():
             kept = self._at_hand(ref) if first == 0 else None
@@ -303,103 +296,6 @@ class Endpoint:
         if not future.done():
             future.add_done_callback(lambda f: self.fetches.unwatch(fetch, watcher) if f.cancelled() else None)
 
-    # What the machines have done for them.
-
-    def connect(self, fetch: Fetch) -> None:
-        self.links.connect(fetch)
-
-    def move(self, fetch: Fetch) -> None:
-        if isinstance(fetch.source, Peer) and fetch.slot is not None:
-            self._carrier.bring(
-                fetch.source, fetch.ref, fetch.skip, fetch.nbytes, fetch.slot, lambda error: self._moved(fetch, error)
-            )
-
-    def _moved(self, fetch: Fetch, error: TransferError | None) -> None:
-        peer = fetch.source
-        self.fetches.moved(fetch, error)
-        if error is not None and error.reason == "peer_lost" and isinstance(peer, Peer):
-            self.links.give_up(peer)
-        self._arm()
-
-    def taken(self, fetch: Fetch) -> None:
-        # Telling the peer wakes it; the caller need not wait for that.
-        self._loop.call_soon(self.decline, fetch.ref)
-
-    def over(self, fetch: Fetch, error: TransferError | None) -> None:
-        self._awake.sign()
-        if error is None:
-            self.moved_bytes += fetch.nbytes
-            self.observe(self._clock() - fetch.begun)
-
-    def sum_slot(self, fetch: Fetch) -> None:
-        if fetch.slot is not None:
-            self._carrier.checksum(fetch.slot, 0, fetch.nbytes, lambda done: self.fetches.summed(fetch, done))
-
-    def write(self, write: Write) -> None:
-        peer, slot, skip, nbytes = write.receiver, write.slot, write.skip, write.nbytes
-        slot.allocation.read_elsewhere = False
-        ended = partial(self._written, write)
-        if write.target is None:
-            view = self._carrier.view(slot, skip, nbytes)
-            if view is not None:
-                self._moves[write] = peer.link.send_bytes(Payload(write.request, nbytes), view, ended)
-                return
-        elif isinstance(peer, Peer):
-            number = self._carrier.send(peer, slot, skip, nbytes, write.target, note(write.request), ended)
-            if number is not None:
-                self._moves[write] = partial(self._carrier.cancel, number)
-                return
-        self.offers.written(write, "cancelled")
-
-    def receive(self, fetch: Fetch) -> Incoming:
-        slot, source = fetch.slot, fetch.source
-        if slot is None or source is None:
-            raise ValueError("a fetch without memory or peer has asked for nothing")
-        view = self._carrier.view(slot, 0, fetch.nbytes)
-        return source.link.receive(fetch.nbytes, view, partial(self.fetches.received, fetch))
-
-    def discard(self, link: Link, nbytes: int) -> None:
-        link.receive(nbytes, None, _nobody_waits)
-
-    def stuck(self, receiver: Receiver) -> None:
-        if isinstance(receiver, Peer):
-            self.links.stuck(receiver)
-
-    def _noted(self, agent: str, data: bytes) -> None:
-        request = noted(data)
-        if request is not None:
-            self.fetches.written(agent, request)
-            self.links.settle()
-            self._arm()
-
-    def _written(self, write: Write, error: str) -> None:
-        self._awake.sign()
-        self._moves.pop(write, None)
-        try:
-            self.offers.written(write, error)
-        except TransferError:  # the receiver does not even read messages
-            self.stuck(write.receiver)
-        if isinstance(write.receiver, Peer) and write.receiver.fault is not None:
-            self.links.close_when_quiet(write.receiver)
-
-    def abort(self, write: Write) -> None:
-        if write in self._moves:
-            self._moves[write]()
-
-    def answer_check(self, receiver: Receiver, request: int, slot: Hold, skip: int, nbytes: int) -> None:
-        def answer(checksum: bytes) -> None:
-            slot.release()
-            with contextlib.suppress(TransferError):
-                receiver.link.send(Checked(request, checksum))
-
-        self._carrier.checksum(slot, skip, nbytes, answer)
-
-    def send(self, link: Link, message: Message) -> None:
-        link.send(message)
-
-    def expect(self, nbytes: int, on: bool) -> None:
-        self._carrier.expect(nbytes, on)
-
     def _require_open(self) -> None:
         if self._closed:
             raise TransferError("cancelled", "the transfer layer was closed")
@@ -421,10 +317,6 @@ class Endpoint:
 
     def _count(self, error: TransferError) -> None:
         self.failures[error.reason] = self.failures.get(error.reason, 0) + 1
-
-
-def _nobody_waits() -> None:
-    """For what is thrown away."""
 
 
 def _hello(agent: str, region: Region, plane: DataPlane | None) -> Hello:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from ..contract.errors import TransferError
 from ..contract.handoff import TensorRef
 from .config import Mode
-from .fetches import Fetch, Fetches, FetchState
+from .fetch import Fetch, FetchState
+from .fetches import Fetches
 from .memory import Region
 from .offers import Offers
 from .peers import Peer, choose_way
@@ -124,6 +125,8 @@ class Links:
 
     def decline(self, ref: TensorRef) -> None:
         """Tell the offering peer that its offer is over."""
+        if self._closed:
+            return
         peer = self._usable(ref.endpoint)
         if peer is None:
             declined = self._declined.setdefault(ref.endpoint, [])

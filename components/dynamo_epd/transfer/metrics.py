@@ -39,7 +39,7 @@ def register_transfer_metrics(
         registry=registry,
         buckets=_SECONDS,
     )
-    transfer.observe = (seconds.labels(*values) if names else seconds).observe
+    transfer.effects.observe = (seconds.labels(*values) if names else seconds).observe
     registry.register(_Collector(transfer, names, values))
 
 
@@ -53,7 +53,7 @@ class _Collector:
         transfer = self._transfer
         arena, store, offers = transfer.arena, transfer.store, transfer.offers
         kept = store.evictable()
-        yield self._counter("mm_transfer_bytes", "Bytes moved into this process.", transfer.moved_bytes)
+        yield self._counter("mm_transfer_bytes", "Bytes moved into this process.", transfer.effects.moved_bytes)
         yield self._family(
             CounterMetricFamily,
             "mm_transfer_failures",

@@ -12,7 +12,7 @@ from ..contract.errors import TransferError
 from .config import Mode, shared_memory_allowed
 from .control import Incoming, Link
 from .device import tcp_alone
-from .fetches import Way
+from .fetch import Way
 from .memory import MAGIC, NONCE_BYTES, Mapped, Region, map_region
 from .plane import DataPlane, Ended, Move, Place
 from .protocol import AnyMessage, Hello, Message, Wire
